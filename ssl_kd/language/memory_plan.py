@@ -163,7 +163,7 @@ def _loss_bytes(
             None,
             chunk,
             autocast,
-            exact=False,  # only rows near 0 would differ
+            wait=False,  # only rows near 0 would differ
         )
         needs = (True, head.requires_grad, False)
         logits = ChunkedLogits(new(n, width), head, None, chunk, autocast, needs)

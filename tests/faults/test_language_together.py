@@ -37,8 +37,8 @@ def sick(rank, settings, bad_rank, term):
     """Run with a NaN term on one rank in step 2, and return the run folder."""
     terms = steps.Distiller.terms
 
-    def and_spoil(self, batch, late=None, first=None):
-        losses = terms(self, batch, late, first)
+    def and_spoil(self, batch, first=None):
+        losses = terms(self, batch, first)
         if self.guard.steps == 2 and rank == bad_rank:
             losses[term] = losses[term] * NAN
         return losses
@@ -51,9 +51,9 @@ def never_healthy(rank, settings):
     """Run with all terms NaN on the second rank from step 1 on."""
     terms = steps.Distiller.terms
 
-    def and_spoil(self, batch, late=None, first=None):
+    def and_spoil(self, batch, first=None):
         bad = self.guard.steps >= 1 and rank == 1
-        losses = terms(self, batch, late, first)
+        losses = terms(self, batch, first)
         return {name: x * NAN if bad else x for name, x in losses.items()}
 
     steps.Distiller.terms = and_spoil

@@ -38,10 +38,10 @@ class Divergence:
     formulas in this file multiply probabilities by finite logarithms, so that 0 times infinity
     cannot occur.
 
-    `compute(log_p, p, log_q, q, gradient, exact)` takes finite `[n, vocab]`; it may overwrite the
-    teacher's `log_p` and `p`. It returns D `[n]`, and the gradient with respect to the student's
-    logits `[n, vocab]`, or None without `gradient`. With `exact`, values near 0 are computed again
-    from a formula without cancellation, which waits for the device.
+    `compute(log_p, p, log_q, q, gradient, exact_near_0)` takes finite `[n, vocab]`; it may
+    overwrite the teacher's `log_p` and `p`. It returns D `[n]`, and the gradient with respect to
+    the student's logits `[n, vocab]`, or None without `gradient`. With `exact_near_0`, values near
+    0 are computed again from a formula without cancellation, which waits for the device.
 
     `from_samples(indices, weights, entropy, log_q, q, gradient)` estimates D without bias from the
     fields of a `SampledTeacher`; None if this divergence has no such estimate.
@@ -54,13 +54,13 @@ class Divergence:
 
 
 def _forward_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact_near_0: bool = True
 ) -> ValueAndGradient:
     """Compute KL(p, q); for arguments and result see `Divergence.compute`."""
     ratio = log_p.sub_(log_q)
     value = (ratio * p).sum(-1)
-    if exact:
-        _exact_(value, lambda p, q, ratio: _kl_near_0(p, q, -ratio), p, q, ratio)
+    if exact_near_0:
+        _recompute_near_0_(value, lambda p, q, ratio: _kl_near_0(p, q, -ratio), p, q, ratio)
     return value, _difference_(q, p) if gradient else None
 
 
@@ -75,14 +75,14 @@ def _sampled_forward_kl(
 
 
 def _reverse_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact_near_0: bool = True
 ) -> ValueAndGradient:
     """Compute KL(q, p); for arguments and result see `Divergence.compute`."""
     ratio = _difference_(log_q, log_p)
     weighted = ratio * q
     value = weighted.sum(-1)
-    if exact:
-        _exact_(value, lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
+    if exact_near_0:
+        _recompute_near_0_(value, lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
     return value, _centered_(weighted, q) if gradient else None
 
 
@@ -92,7 +92,7 @@ def _student_top_k(
     log_q: Tensor,
     q: Tensor,
     gradient: bool,
-    exact: bool = True,
+    exact_near_0: bool = True,
     *,
     k: int,
 ) -> ValueAndGradient:
@@ -106,7 +106,7 @@ def _student_top_k(
     coarse_p, _ = with_tail(log_p, p, indices)
     coarse_q, shares = with_tail(log_q, q, indices)
     pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
-    value, slope = _reverse_kl(*pairs, gradient, exact)
+    value, slope = _reverse_kl(*pairs, gradient, exact_near_0)
     if slope is None:
         return value, None
     return value, shares.mul_(slope[:, -1:]).scatter_(-1, indices, slope[:, :-1])
@@ -138,7 +138,7 @@ def _js(
     log_q: Tensor,
     q: Tensor,
     gradient: bool,
-    exact: bool = True,
+    exact_near_0: bool = True,
     *,
     beta: float = 0.5,
 ) -> ValueAndGradient:
@@ -153,13 +153,13 @@ def _js(
         return of_teacher + _kl_near_0(q, mixture, _log_mixture(ratio, beta)) * (1 - beta)
 
     value = weighted.sum(-1) - of_teacher * beta
-    if exact:
-        _exact_(value, exactly, p, q, ratio)
+    if exact_near_0:
+        _recompute_near_0_(value, exactly, p, q, ratio)
     return value, _centered_(weighted, q) if gradient else None
 
 
 def _skew_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact_near_0: bool = True
 ) -> ValueAndGradient:
     """Compute KL(p, 0.1 p + 0.9 q); for arguments and result see `Divergence.compute`."""
     log_mixture = _log_mixture(_difference_(log_q, log_p), 1 - SKEW)  # log(m / p)
@@ -168,15 +168,15 @@ def _skew_kl(
         return _kl_near_0(p, p * SKEW + q * (1 - SKEW), log_mixture)
 
     value = -(p * log_mixture).sum(-1)
-    if exact:
-        _exact_(value, exactly, p, q, log_mixture)
+    if exact_near_0:
+        _recompute_near_0_(value, exactly, p, q, log_mixture)
     if not gradient:
         return value, None
     return value, _centered_(log_mixture.neg_().exp_().mul_(q).mul_(SKEW - 1), q)
 
 
 def _skew_reverse_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact_near_0: bool = True
 ) -> ValueAndGradient:
     """Compute KL(q, 0.9 p + 0.1 q); for arguments and result see `Divergence.compute`."""
     log_share = _log_mixture(_difference_(log_q, log_p).neg_(), 1 - SKEW).neg_()  # log(q / m)
@@ -186,15 +186,15 @@ def _skew_reverse_kl(
         return _kl_near_0(q, p * (1 - SKEW) + q * SKEW, -log_share)
 
     value = weighted.sum(-1)
-    if exact:
-        _exact_(value, exactly, p, q, log_share)
+    if exact_near_0:
+        _recompute_near_0_(value, exactly, p, q, log_share)
     if not gradient:
         return value, None
     return value, _centered_(weighted.addcmul_(log_share.exp_(), q, value=-SKEW), q)
 
 
 def _tvd(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact_near_0: bool = True
 ) -> ValueAndGradient:
     """Compute the total variation distance `sum |p - q| / 2`."""
     import torch
@@ -216,7 +216,7 @@ def near_0(value: Tensor) -> Tensor:
     return value < 2**14 * torch.finfo(value.dtype).eps
 
 
-def _exact_(value: Tensor, exactly: Callable[..., Tensor], *tensors: Tensor) -> None:
+def _recompute_near_0_(value: Tensor, exactly: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Where `value` `[n]` is near 0, replace it by `exactly(...)` of these rows of the tensors."""
     close = near_0(value).nonzero().flatten()
     if len(close):

@@ -13,7 +13,7 @@ than the forward pass expected, for example because the guard excluded one term.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from firstnan.finite import compute_dtype
 from ssl_kd.core.logits import differentiated_once
-from ssl_kd.language.losses.divergences import Divergence, near_0, with_tail
+from ssl_kd.language.losses.divergences import Divergence, with_tail
 from ssl_kd.language.losses.rows import Outside, log_softmax_, saturated_copy
 from ssl_kd.language.losses.teacher_output import (
     LinearTeacher,
@@ -62,7 +62,7 @@ class TokenObjective:
     outside: Outside | None  # entries among these that one of them leaves out
     chunk: int
     autocast: torch.dtype | None  # dtype of the products; None: that of the inputs
-    exact: bool = True  # exact values near 0 in each chunk, for which a GPU is waited for
+    wait: bool = True  # whether the device may be waited for; a CPU never is
 
 
 def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -119,8 +119,8 @@ class ChunkedLogits:
         d_hidden, d_weight, d_bias = self.gradients
         if d_bias is not None:
             d_bias += rows.sum(0, dtype=d_bias.dtype)
-        exact = rows.dtype == self.weight.dtype != torch.bfloat16
-        step = len(self.weight) if exact else VOCABULARY_BLOCK
+        needs_no_cast = rows.dtype == self.weight.dtype != torch.bfloat16
+        step = len(self.weight) if needs_no_cast else VOCABULARY_BLOCK
         for first in range(0, len(self.weight), step):
             block = rows[:, first : first + step]
             if d_hidden is not None:
@@ -267,7 +267,7 @@ def _divergence(
     """Return D of each row `[r]`, and its gradient with respect to the logits divided by T."""
     divergence = objective.divergence
     if isinstance(teacher, TopKTeacher):
-        return _top_k_divergence(teacher, log_q, q, divergence, gradient, objective.exact)
+        return _top_k_divergence(teacher, log_q, q, divergence, gradient, objective.wait)
     if isinstance(teacher, SampledTeacher):
         assert divergence.from_samples is not None  # check_teacher
         weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
@@ -276,7 +276,7 @@ def _divergence(
     logits = teacher.logits[:, : objective.common]
     logits = saturated_copy(logits, torch.empty_like(logits, dtype=q.dtype))
     log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
-    return divergence.compute(log_p, p, log_q, q, gradient, objective.exact)
+    return divergence.compute(log_p, p, log_q, q, gradient, objective.wait)
 
 
 def _top_k_divergence(
@@ -285,7 +285,7 @@ def _top_k_divergence(
     q: Tensor,
     divergence: Divergence,
     gradient: bool,
-    exact: bool,
+    exact_near_0: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute D over k + 1 outcomes: the teacher's k tokens, and any other token."""
     indices = teacher.indices.long()
@@ -293,7 +293,7 @@ def _top_k_divergence(
     coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
     coarse_p = saturated_copy(coarse_p, torch.empty_like(coarse_p, dtype=log_q.dtype))
     pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
-    value, slope = divergence.compute(*pairs, gradient, exact)
+    value, slope = divergence.compute(*pairs, gradient, exact_near_0)
     if slope is None:
         return value, None
     return value, shares.mul_(slope[:, -1:]).scatter_(-1, indices, slope[:, :-1])
@@ -320,7 +320,6 @@ def summed_terms(
     bias: Tensor | None,
     objective: TokenObjective,
     weights: tuple[float, float],
-    corrections: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of cross-entropies and of `T^2 D` of `x`, for autograd.
 
@@ -329,7 +328,7 @@ def summed_terms(
     needs = tuple(
         torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
     )
-    return _Distillation.apply(x, weight, bias, objective, weights, needs, corrections)  # pyright: ignore
+    return _Distillation.apply(x, weight, bias, objective, weights, needs)  # pyright: ignore
 
 
 class _Distillation(torch.autograd.Function):
@@ -344,24 +343,13 @@ class _Distillation(torch.autograd.Function):
         objective: TokenObjective,
         weights: tuple[float, float],
         needs: tuple[bool, bool, bool],
-        corrections: list[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # a term that was cut out has the gradient None
-        ctx.near_0 = None
         with torch.autocast(x.device.type, enabled=False):
             student = _student_logits(x, weight, bias, objective, needs)
             terms = compute_terms(student, objective, weights)
-            if objective.teachers and not objective.exact:
-                near = near_0(terms[1] / objective.temperature**2)
-                if corrections is None or not any(needs):
-                    close = near.nonzero().flatten()
-                    terms[1, close] = _exact_divergences(close, x, weight, bias, objective)
-                else:
-                    corrections.append(terms.new_zeros(()))
-                    ctx.near_0 = terms[1], _read_later(near.sum()), corrections[-1]
         ctx.save_for_backward(x, weight, bias)
         ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
-        ctx.without_wait = corrections is not None and not objective.exact
         ctx.gradients = student.gradients
         ce, kd = terms.sum(1)
         return ce, kd
@@ -370,27 +358,22 @@ class _Distillation(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, *incoming: Tensor | None) -> Any:
         if all(g is None for g in incoming):
-            return (None,) * 7
+            return (None,) * 6
         x, weight, bias = ctx.saved_tensors
         # A term that was not computed has no gradient, whatever comes in for it.
         computed = ctx.objective.targets is not None, bool(ctx.objective.teachers)
         incoming = tuple(g if c else None for g, c in zip(incoming, computed, strict=True))
         # Handed over, not kept: a gradient without another reference becomes .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
-        scale = _scale_without_wait if ctx.without_wait else _scale
+        scale = _scale if ctx.objective.wait else _scale_without_wait
         weights, factor = scale(incoming, ctx.weights)
         with torch.autocast(x.device.type, enabled=False):
-            if ctx.near_0 is not None:
-                (values, count, correction), ctx.near_0 = ctx.near_0, None
-                close = values.argsort()[: count()]
-                exact = _exact_divergences(close, x, weight, bias, ctx.objective)
-                correction += (exact - values[close]).sum()
             if gradients is None or weights != ctx.weights:  # a second backward, or a term cut out
                 objective = replace(
                     ctx.objective,
                     targets=ctx.objective.targets if weights[0] != 0 else None,
                     teachers=ctx.objective.teachers if weights[1] != 0 else (),
-                    exact=False,  # values are not used
+                    wait=False,  # values are not used
                 )
                 gradients = None  # frees the memory for the new ones
                 student = _student_logits(x, weight, bias, objective, ctx.needs)
@@ -401,43 +384,7 @@ class _Distillation(torch.autograd.Function):
             None if g is None else (g if unscaled else g.mul_(factor)).to(like.dtype)
             for g, like in zip(gradients, (x, weight, bias), strict=True)
         )
-        return *scaled, None, None, None, None
-
-
-def _exact_divergences(
-    rows: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    objective: TokenObjective,
-) -> Tensor:
-    """Compute `T^2 D` of the selected rows `[k]` again, exactly near 0."""
-    if not len(rows):
-        return x.new_zeros(0, dtype=compute_dtype(x))
-    objective = replace(
-        objective,
-        targets=None,
-        teachers=[select_rows(teacher, rows) for teacher in objective.teachers],
-        outside=None if objective.outside is None else objective.outside.of(rows),
-        chunk=min(objective.chunk, len(rows)),
-        exact=True,
-    )
-    student = _student_logits(x[rows], weight, bias, objective, (False, False, False))
-    return compute_terms(student, objective, (0.0, 0.0))[1]
-
-
-def _read_later(number: Tensor) -> Callable[[], int]:
-    """Start copying a number to the CPU; return a function that waits for it and returns it."""
-    if number.device.type != "cuda":
-        return lambda: int(number)
-    copied = number.to("cpu", non_blocking=True)
-    event = torch.cuda.current_stream(number.device).record_event()
-
-    def get() -> int:
-        event.synchronize()
-        return int(copied)
-
-    return get
+        return *scaled, None, None, None
 
 
 def _scale(

@@ -89,12 +89,10 @@ class Objective:
     def terms(
         self,
         batch: Batch | AlignedBatch,
-        late: list[Tensor] | None = None,
         first: FirstPass[Any] | None = None,
     ) -> dict[str, Tensor]:
         """Return the unweighted sum of each term over the batch, in float32.
 
-        `late` receives a number to add to `kd` after the backward pass (see `distillation_terms`).
         `first` stores the teacher's outputs, so that `without_sick_rows` can use them again.
         """
         with self.precision.autocast():
@@ -106,11 +104,9 @@ class Objective:
                 teachers = self.source(text, rows, outputs.at(rows).as_teacher())
             if first is not None:
                 first.answers = teachers
-            return self._terms_of(batch, (rows, targets), outputs, teachers, late)
+            return self._terms_of(batch, (rows, targets), outputs, teachers)
 
-    def without_sick_rows(
-        self, first: FirstPass[Any], late: list[Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def without_sick_rows(self, first: FirstPass[Any]) -> dict[str, Tensor]:
         """Compute the terms of a batch again, each without the rows in which it is not finite.
 
         A row with non-finite hidden states or cross-entropy is left out of every term and of the
@@ -135,7 +131,7 @@ class Objective:
         places, chosen_answers = self._choose(text, student_side(remaining), answers)
         with self.precision.autocast(), first.same_random_state(device):
             outputs = self._forward(student_side(remaining))
-            return self._terms_of(remaining, places, outputs, chosen_answers, late, first.sick)
+            return self._terms_of(remaining, places, outputs, chosen_answers, first.sick)
 
     @staticmethod
     def _choose(
@@ -153,7 +149,6 @@ class Objective:
         places: tuple[Tensor, Tensor],
         outputs: _Outputs,
         teachers: Sequence[TeacherOutput],
-        late: list[Tensor] | None = None,
         sick: SickRows = MappingProxyType({}),
     ) -> dict[str, Tensor]:
         """Compute the terms from the outputs of student and teachers, without the sick rows."""
@@ -164,7 +159,7 @@ class Objective:
             "temperature": self.settings.temperature,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
-            "corrections": late,
+            "wait": False,
         }
         if isinstance(batch, AlignedBatch) and self.aligned is not None:
             ce = distillation_terms(student.x, *weight_and_bias, targets, **options)[0]

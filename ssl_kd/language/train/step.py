@@ -303,15 +303,13 @@ class Distiller(Objective):
 
     def _learn_from(self, batch: Any, i: int | None) -> dict[str, Tensor]:
         """Compute the gradients of batch `i`, or None for the second time; return its shares."""
-        late: list[Tensor] = []
         first = FirstPass(batch, rng_state(self.precision.device))
 
         def shares(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: term / self._divisor(name) for name, term in sums.items()}
 
         def again() -> dict[str, Tensor]:
-            late.clear()
-            sums = self.distributed.forward(self.without_sick_rows, first, late)
+            sums = self.distributed.forward(self.without_sick_rows, first)
             step = self.guard.step_number
             sums, events, lost = first.merge(self.ranks, step, terms, sums, self.lost)
             if i is not None:
@@ -322,13 +320,10 @@ class Distiller(Objective):
             terms.update(shares(sums))
             return self.weighted(terms)
 
-        sums = self.distributed.forward(partial(self.terms, late=late, first=first), batch)
+        sums = self.distributed.forward(self.terms, batch, first)
         terms = shares(sums)
         self.guard.backward(self.weighted(terms), again=again)
-        values = {name: term.detach() for name, term in terms.items()}
-        if late:
-            values["kd"] = values["kd"] + torch.stack(late).sum() / self._divisor("kd")
-        return values
+        return {name: term.detach() for name, term in terms.items()}
 
     def _count(self, batches: Sequence[Batch | AlignedBatch]) -> None:
         """Count each term's target tokens, and those of text, over all ranks, for a new step."""
