@@ -40,8 +40,8 @@ def explain_all(bug: Bug) -> tuple[str, str]:
 def is_right(bug: Bug, report: str) -> bool:
     """Return whether a report names the operation of a bug, its cause, and what is true of it."""
     cause = re.search(rf"^cause +{re.escape(bug.cause.value)}: .+$", report, re.M)
-    said = report if bug.cause == Cause.POISONED_WEIGHT else cause and cause[0]  # in its note
-    return f"aten.{bug.op}," in report and cause is not None and bug.why in (said or "")
+    text = report if bug.cause == Cause.POISONED_WEIGHT else cause and cause[0]  # in its note
+    return f"aten.{bug.op}," in report and cause is not None and bug.why in (text or "")
 
 
 def updated(page: str) -> str:
@@ -52,8 +52,8 @@ def updated(page: str) -> str:
         n_twice += report != first
         n_at_once += report != first and f"aten.{bug.op}," in first
         lines = dict(re.findall(r"^(first bad|cause|note) +(.+)$", report, re.M))
-        said = [re.sub(r"/\S+/", "", text).replace("|", "\\|") for text in lines.values()]
-        says = "<br>".join(f"`{text}`" for text in said) or "nothing"
+        lines_shown = [re.sub(r"/\S+/", "", text).replace("|", "\\|") for text in lines.values()]
+        says = "<br>".join(f"`{text}`" for text in lines_shown) or "nothing"
         link = f"https://github.com/{re.sub('[#!]', '/issues/', bug.thread)}"
         head = f"| [{bug.thread}]({link}) | {' '.join((bug.run.__doc__ or '').split())} | "
         row = re.compile(rf"^\| \[{re.escape(bug.thread)}\].*? \| .*? \| (.*?) \| .*$", re.M)

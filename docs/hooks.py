@@ -33,8 +33,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.remove(notebook)
         page = notebook.src_uri.replace(".ipynb", ".md")
         name = Path(page).stem
-        told = {"unique_key": name, "output_files_dir": name}
-        body, more = MarkdownExporter().from_filename(notebook.abs_src_path, resources=told)
+        names = {"unique_key": name, "output_files_dir": name}
+        body, more = MarkdownExporter().from_filename(notebook.abs_src_path, resources=names)
         files.append(File.generated(config, page, content=body))
         for picture, content in more["outputs"].items():
             place = posixpath.join(posixpath.dirname(page), picture)

@@ -97,10 +97,10 @@ class Server(LocalServer):
             entry = {str(own): {"logprob": float(row[own]), "rank": rank}}
             for at, (value, token) in enumerate(zip(values, tokens, strict=True), 1):
                 entry.setdefault(str(int(token)), {"logprob": float(value), "rank": at})
-            for token, said in entry.items():
-                said["decoded_token"] = self.text(int(token))
-                if said["logprob"] == -math.inf:
-                    said["logprob"] = -9999.0
+            for token, fields in entry.items():
+                fields["decoded_token"] = self.text(int(token))
+                if fields["logprob"] == -math.inf:
+                    fields["logprob"] = -9999.0
             found.append(entry)
         return found
 
@@ -134,10 +134,10 @@ class Server(LocalServer):
             )
         if beyond := [i for prompt in prompts for i in prompt if i >= vocabulary]:
             raise ValueError(f"Token id {beyond[0]} is out of vocabulary")
-        said = {"text": "x", "logprobs": None, "finish_reason": "length", "stop_reason": None}
-        said |= {"token_ids": None, "prompt_token_ids": None, "routed_experts": None}
+        fields = {"text": "x", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        fields |= {"token_ids": None, "prompt_token_ids": None, "routed_experts": None}
         found = [self.entries(prompt, k) for prompt in prompts]
-        choices = [{"index": i, **said, "prompt_logprobs": e} for i, e in enumerate(found)]
+        choices = [{"index": i, **fields, "prompt_logprobs": e} for i, e in enumerate(found)]
         if asked.get("return_token_ids"):
             choices = [c | {"prompt_token_ids": p} for c, p in zip(choices, prompts, strict=True)]
         usage = {"prompt_tokens": sum(map(len, found)), "completion_tokens": len(found)}

@@ -233,19 +233,19 @@ class ClampedHead(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("head", "said"),
+    ("head", "message"),
     [
         (SickHead, r"FAULT run: \w+ head 0, head 1, head 2: .*, at step 1, 2, 3"),
         (ClampedHead, "FAULT run: dead heads head 0, 1, 2: the gradient is exactly zero"),
     ],
 )
 def test_a_fault_of_the_first_batches_names_its_heads(
-    cache, config, capsys, monkeypatch, head, said
+    cache, config, capsys, monkeypatch, head, message
 ):
     monkeypatch.setattr("ssl_kd.vision.train.heads.bank.import_head", lambda path: head)
     cache(torch.randn(40, 6))
     code, text = ask(config, capsys)
-    assert code == 1 and re.search(said, text)
+    assert code == 1 and re.search(message, text)
 
 
 @pytest.mark.parametrize(("steps", "status"), [(2, "note"), (3, "FAULT")])

@@ -145,8 +145,8 @@ def records(folder, n=24, start=0, images=lambda i: i % 3):
             draw(folder / f"{i}-{k}.png", i + k)
             parts.append({"type": "image", "path": f"{i}-{k}.png"})
         asked = [*parts, {"type": "text", "text": f"What is {i}?"}]
-        said = {"role": "assistant", "content": [{"type": "text", "text": sentence(i)}]}
-        made.append({"messages": [{"role": "user", "content": asked}, said]})
+        answer = {"role": "assistant", "content": [{"type": "text", "text": sentence(i)}]}
+        made.append({"messages": [{"role": "user", "content": asked}, answer]})
     return made
 
 

@@ -106,8 +106,8 @@ def test_a_line_guards_all_optimizers_of_a_loop(way, caplog):
     origin, event = guard.events.events
     assert (event.step, event.stage, event.action) == (4, "gradient", "skipped")
     assert "aten.log1p" in origin.reason and "in Net (" in origin.reason
-    told = [x.getMessage() for x in caplog.records if x.name == "firstnan.events"]
-    assert told == [f"step 4:\n{guard.locator.findings[4]}", str(event)]
+    messages = [x.getMessage() for x in caplog.records if x.name == "firstnan.events"]
+    assert messages == [f"step 4:\n{guard.locator.findings[4]}", str(event)]
 
 
 def test_without_a_guard_the_muon_would_fail_or_move():

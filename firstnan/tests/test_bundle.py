@@ -100,8 +100,8 @@ def test_arguments_that_a_bundle_cannot_hold_do_not_end_the_script(tmp_path, mes
     watch = Watch(Root())
     x = -torch.ones(2, 1, requires_grad=True)
     watch.model(x, BAD_OPTIONS[message]).sum().backward()
-    said = save(tmp_path / "new" / "a", watch, watch.explain())
-    assert said.startswith("not saved: ") and message in said and not [*tmp_path.iterdir()]
+    result = save(tmp_path / "new" / "a", watch, watch.explain())
+    assert result.startswith("not saved: ") and message in result and not [*tmp_path.iterdir()]
 
 
 def test_a_full_disk_leaves_no_file_and_does_not_end_the_script(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Loss terms of the same weights: what is remembered of each, and told."""
+"""Loss terms of shared weights: the state and the messages of each."""
 
 import math
 

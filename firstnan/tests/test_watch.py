@@ -215,8 +215,8 @@ def locate_on(rank):
 
 
 def test_every_rank_is_told_what_one_found():
-    told = run_ranks(locate_on, 2)
-    assert told[0] == told[1] and len(told[0]) == 1 and "rank 1" in told[0][0]
+    results = run_ranks(locate_on, 2)
+    assert results[0] == results[1] and len(results[0]) == 1 and "rank 1" in results[0][0]
 
 
 def test_token_ids_that_the_loader_has_overwritten_are_repeated():

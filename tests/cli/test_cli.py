@@ -313,8 +313,8 @@ def test_the_guards_report_keeps_its_lines_but_only_the_first_few(capfd):
     assert guarded(lambda: fails(3)) == 3
     assert capfd.readouterr().err == "ssl_kd: kd is nan\n  line 0\n  line 1\n  line 2\n"
     assert guarded(lambda: fails(500)) == 3
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == failures.MAX_LINES and told[-1] == "  ... (490 more lines)"
+    stderr = capfd.readouterr().err.splitlines()
+    assert len(stderr) == failures.MAX_LINES and stderr[-1] == "  ... (490 more lines)"
     assert guarded(lambda: fails(2, SettingsError)) == 2
     assert capfd.readouterr().err == "ssl_kd: kd is nan line 0 line 1\n"
 
@@ -332,7 +332,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
 
 @row(97)
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (
             ["train", "--runs_dir", "full"],
@@ -361,14 +361,14 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_a_command_is_given_wrongly_is_code_2(words, said, tmp_path, monkeypatch, capfd):
+def test_what_a_command_is_given_wrongly_is_code_2(words, expected, tmp_path, monkeypatch, capfd):
     pytest.importorskip("transformers")
     (tmp_path / "full").write_text("a file")
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 2
     out, err = capfd.readouterr()
     message = err[err.rindex("ssl_kd: ") :]
-    assert out == "" and said in message, err
+    assert out == "" and expected in message, err
     assert all(line.startswith("  - ") for line in message.splitlines()[1:]), err
     assert "Traceback" not in err and "Errno" not in err
     assert {path.name for path in tmp_path.iterdir()} <= {"full", "runs"}
@@ -592,11 +592,11 @@ def test_no_name_of_transformers_is_answered_by_a_guess(cls=LanguageSettings):
 
 @pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
 def test_what_is_said_in_place_of_a_foreign_name_names_settings(cls):
-    for name, said in cls.instead.items():
+    for name, advice in cls.instead.items():
         assert name not in cls.aliases and name not in cls.rules()
         if name.endswith("_*"):  # a family of names
             name = name.replace("*", "qqqq")
-        assert set(re.findall(r"--(\w+)", said)) <= cls.rules().keys(), said
+        assert set(re.findall(r"--(\w+)", advice)) <= cls.rules().keys(), advice
         with pytest.raises(SettingsError) as refused:
             cls.named(name.upper())
         assert "--" not in str(refused.value) and "setting " + name.upper() in str(refused.value)

@@ -154,8 +154,8 @@ def test_the_command_does_one_round_or_goes_on_until_it_is_stopped(root, capsys,
         assert main([*words, "--every=1s"]) == 1
     assert "only one writer is allowed" in capsys.readouterr().err
     assert main([*words, "--once"]) == 0
-    said = capsys.readouterr().out
-    assert "offered as new: cluster 3" in said and "round-0002/watch.html" in said
+    output = capsys.readouterr().out
+    assert "offered as new: cluster 3" in output and "round-0002/watch.html" in output
     pauses = []
 
     def pause(seconds):
@@ -175,7 +175,7 @@ def test_the_command_does_one_round_or_goes_on_until_it_is_stopped(root, capsys,
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("missing", "not a folder of pictures"),
         ("empty", "holds no images"),
@@ -186,13 +186,13 @@ def test_the_command_does_one_round_or_goes_on_until_it_is_stopped(root, capsys,
         ("photos", "--at_least is 1"),  # its only picture cannot be read
     ],
 )
-def test_bad_input_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, said):
+def test_bad_input_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "photos", "runs/w/photos"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "photos" / "a.png").write_bytes(b"no picture")
     assert main(["watch", *words.split(), "--once"]) == (0 if words == "photos" else 2)
-    assert said in "".join(capsys.readouterr()) and not list(tmp_path.glob("runs/*/round-*"))
+    assert message in "".join(capsys.readouterr()) and not list(tmp_path.glob("runs/*/round-*"))
 
 
 def test_chance_raises_few_alarms_and_a_change_is_named():

@@ -23,18 +23,18 @@ def test_killed_at_a_shard_a_process_of_many_goes_on_with_exactly_the_missing_on
     # The last shard is written while the next one is computed.
     assert sorted(before) == [f"embeddings_train_{shard:05d}.pt" for shard in (0, 2)]
 
-    code, told, _ = job.run("--rank", "0", "--world", "2")
-    assert code == 0 and "has stored its 12 of 23 shards" in told
+    code, output, _ = job.run("--rank", "0", "--world", "2")
+    assert code == 0 and "has stored its 12 of 23 shards" in output
     computed, missing = job.batches(), range(4, 23, 2)
     assert set(computed.values()) == {1} and len(computed) == 10 + 3  # 3 in the test split
     assert set(computed) & set(job.sums) == {job.sums[shard] for shard in missing}
     assert before.items() <= job.stored().items()
 
-    code, told, _ = job.run("--rank", "1", "--world", "2")
+    code, output, _ = job.run("--rank", "1", "--world", "2")
     assert code == 0 and len(job.batches()) == 11 + 3
-    assert "1437 rows of 2, float32, in 23 shards" in told and "360 rows of 2" in told
+    assert "1437 rows of 2, float32, in 23 shards" in output and "360 rows of 2" in output
     assert content(job.cache) == alone
 
-    code, told, _ = job.run("--rank", "0", "--world", "2")  # nothing left to do
-    assert code == 0 and not job.batches() and "1437 rows" in told
+    code, output, _ = job.run("--rank", "0", "--world", "2")  # nothing left to do
+    assert code == 0 and not job.batches() and "1437 rows" in output
     assert content(job.cache) == alone

@@ -267,8 +267,11 @@ def test_half_precision_heads_become_fp32_masters_with_one_line(dtype, caplog):
     first = found.before[0]["student"]
     assert first.dtype == torch.float32 and torch.equal(first, first.to(dtype).float())
     assert not torch.equal(found.trainer.state.student, first) and not found.events
-    said = [r.getMessage() for r in caplog.records if "fp32" in r.getMessage()]
-    assert len(said) == 1 and str(dtype).removeprefix("torch.").replace("float", "fp") in said[0]
+    messages = [r.getMessage() for r in caplog.records if "fp32" in r.getMessage()]
+    assert (
+        len(messages) == 1
+        and str(dtype).removeprefix("torch.").replace("float", "fp") in messages[0]
+    )
 
 
 @row(38)

@@ -92,14 +92,14 @@ def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, 
         process = start(struck_by, number, step, command, tmp_path, errors)
         process.join(HANG)
         assert process.exitcode == 128 + number, errors.read_text()
-        said = re.search(
+        match = re.search(
             r"Stopped by (\w+); a checkpoint is in (.*); continue with: (.*)",
             one_line(errors.read_text()),
         )
-        assert said is not None and (said[1], said[2]) == (number.name, str(path))
+        assert match is not None and (match[1], match[2]) == (number.name, str(path))
         assert step <= newest_checkpoint(path)[1]["step"] < step + 10
         assert not list(path.rglob("*.tmp"))
-        command = shlex.split(said[3])
+        command = shlex.split(match[3])
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout and (path / "report.html").exists()

@@ -115,14 +115,14 @@ def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_tr
     asked = world.settings(grad_norm_threshold=1e-6, run_name="a", max_steps=50)
     code, error = distill(asked)
     assert code == 3 and "--grad_norm_threshold None" in error and "--learning_rate" not in error
-    said = error.partition("GRAD_NORM_THRESHOLD is 1e-06, and the gradient norms of the 10 steps ")
-    assert said[2].startswith("that it skipped were ") and "leave it out" in said[2]
+    parts = error.partition("GRAD_NORM_THRESHOLD is 1e-06, and the gradient norms of the 10 steps ")
+    assert parts[2].startswith("that it skipped were ") and "leave it out" in parts[2]
     assert [event["stage"] for event in events(world.runs / "a")[:10]] == ["large"] * 10
 
 
 @row(48, 100)
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"import sys\nsys.exit(0)\n", "line 1: expected only lines of `NAME"),
         (b"SEED = __import__('os').mkdir('trace')\n", "line 1: SEED must be a plain literal"),
@@ -133,13 +133,13 @@ def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_tr
     ids=["exit", "a call", "UTF-16", "deep", "a folder"],
 )
 def test_a_settings_file_that_is_none_is_named_and_not_run(
-    settings, train_py, tmp_path, text, said, monkeypatch
+    settings, train_py, tmp_path, text, message, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "mine.py"
     path.mkdir() if text is None else path.write_bytes(text)
     code, error = train_py(settings(), f"--config={path}")
-    assert code == 2 and str(path) in one_line(error) and said in error
+    assert code == 2 and str(path) in one_line(error) and message in error
     assert no_run(settings()) and not (tmp_path / "trace").exists()
 
 

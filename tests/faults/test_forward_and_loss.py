@@ -142,9 +142,9 @@ def test_an_empty_cluster_in_training_is_finite_and_said_once(caplog, monkeypatc
     clean, empty = trained(), trained(strike)
     assert all(torch.isfinite(tensor).all() for tensor in empty.owned(SICK).values())
     assert healthy_alike(empty, clean) and not empty.health.skipped.any()
-    said = [e.reason for e in empty.events]
-    said += [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if "marginal" in line]) == 1
+    messages = [e.reason for e in empty.events]
+    messages += [record.getMessage() for record in caplog.records]
+    assert len([line for line in messages if "marginal" in line]) == 1
 
 
 @row(21)

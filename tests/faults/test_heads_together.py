@@ -56,13 +56,13 @@ def kill_again_and_again(settings, seed, kills):
                 at_step = strike, draw.randrange(world), signal.SIGKILL, draw.randrange(30)
                 at_file = strike_file, 0, draw.randint(1, 40), path
                 faults = [draw.choice([at_step, at_file])]
-            told = run_joined(work, world, settings(name, resume=resume), *faults)
-            ended = [one and one[0] for one in told] == ["done"] * world
+            results = run_joined(work, world, settings(name, resume=resume), *faults)
+            ended = [one and one[0] for one in results] == ["done"] * world
             if not ended:
-                assert told.count(None) == 1, told
-                lost = [one for one in told if one]
-                assert all(one[0] in ("RankLost", "RankStopped") for one in lost), told
-                assert all(one[3] < SOON and f"of {world}" in one[1] for one in lost), told
+                assert results.count(None) == 1, results
+                lost = [one for one in results if one]
+                assert all(one[0] in ("RankLost", "RankStopped") for one in lost), results
+                assert all(one[3] < SOON and f"of {world}" in one[1] for one in lost), results
                 done += 1
         same(straight, left(path))
 
@@ -81,9 +81,9 @@ def test_a_run_is_resumed_by_any_number_of_ranks(settings, before, after, who):
     straight = trained(1, settings("straight"))
     ranks = range(before) if who == "all" else [who]
     strikes = [(strike, rank, signal.SIGTERM, 13 + rank) for rank in ranks]
-    told = run_joined(work, before, settings("a"), *strikes)
-    assert told[0][0] == "Interrupted" and {one[2] for one in told} == {128 + signal.SIGTERM}
-    assert all("stopped with rank 0" in one[1] for one in told[1:])
+    results = run_joined(work, before, settings("a"), *strikes)
+    assert results[0][0] == "Interrupted" and {one[2] for one in results} == {128 + signal.SIGTERM}
+    assert all("stopped with rank 0" in one[1] for one in results[1:])
     path = folder_of(settings("a"))
     assert not (path / "metrics.json").exists()
     done = max(int(p.stem[5:]) for p in (path / "checkpoint").glob("*.pt"))
@@ -95,8 +95,8 @@ def test_a_run_is_resumed_by_any_number_of_ranks(settings, before, after, who):
 def test_with_the_mean_all_stop_at_the_same_step(settings):
     changes = {"instance_weight": "mean"}
     straight = trained(2, settings("straight", **changes))
-    told = run_joined(work, 2, settings("a", **changes), (strike, 1, signal.SIGTERM, 13))
-    assert [one[2] for one in told] == [128 + signal.SIGTERM] * 2, told
+    results = run_joined(work, 2, settings("a", **changes), (strike, 1, signal.SIGTERM, 13))
+    assert [one[2] for one in results] == [128 + signal.SIGTERM] * 2, results
     done = max(int(p.stem[5:]) for p in (folder_of(settings("a")) / "checkpoint").glob("*.pt"))
     assert done == 15  # the next log record
     same(straight, trained(2, settings("a", resume=True, **changes)))
@@ -147,26 +147,26 @@ def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
 def test_too_few_healthy_heads_stop_all_ranks(settings):
     changes = {"n_heads": 8}
     sick = spoil, range(1, 8), range(5, 30)
-    told = run_joined(work, 2, settings("a", **changes), sick, (restoring_after, 2))
-    assert [one[2] for one in told] == [GUARD_STOPPED] * 2, told
-    assert told[0][0] == "TooFewHealthyParts" and "of 8 parts are left" in told[0][1]
-    assert "ssl_kd replay" in told[0][1]
+    results = run_joined(work, 2, settings("a", **changes), sick, (restoring_after, 2))
+    assert [one[2] for one in results] == [GUARD_STOPPED] * 2, results
+    assert results[0][0] == "TooFewHealthyParts" and "of 8 parts are left" in results[0][1]
+    assert "ssl_kd replay" in results[0][1]
     path = folder_of(settings("a"))
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     assert [e["part"] for e in events].count("run") == 1 and events[-1]["action"] == "stopped"
     last = max((path / "checkpoint").glob("*.pt"))
     tensors = load_tensors(last)["tensors"]
     assert torch.isfinite(tensors["student"]).all() and len(tensors["student"]) == 8
-    told = run_joined(work, 1, settings("a", resume=True, **changes))
-    assert told[0][0] == "done", told  # without the fault
+    results = run_joined(work, 1, settings("a", resume=True, **changes))
+    assert results[0][0] == "done", results  # without the fault
 
 
 @row(105)
 def test_more_ranks_than_heads_are_refused(settings):
-    told = run_joined(work, 3, settings("a", n_heads=2))
-    assert {one[2] for one in told} == {BAD_INPUT}
-    assert "N_HEADS is 2; expected at least 3" in told[0][1]
-    assert "start at most 2 processes, or raise --n_heads" in told[0][1]
+    results = run_joined(work, 3, settings("a", n_heads=2))
+    assert {one[2] for one in results} == {BAD_INPUT}
+    assert "N_HEADS is 2; expected at least 3" in results[0][1]
+    assert "start at most 2 processes, or raise --n_heads" in results[0][1]
     assert not folder_of(settings("a")).exists()
 
 
@@ -180,6 +180,6 @@ def test_a_rank_extends_no_run(settings, monkeypatch):
 
 @row(106)
 def test_what_rank_0_cannot_find_ends_all(settings):
-    told = run_joined(work, 2, settings("a", dataset="/no/such/file.npz"))
-    assert told[0][2] == told[1][2] != 0
-    assert "stopped with rank 0" in told[1][1] and "/no/such/file.npz" in told[1][1]
+    results = run_joined(work, 2, settings("a", dataset="/no/such/file.npz"))
+    assert results[0][2] == results[1][2] != 0
+    assert "stopped with rank 0" in results[1][1] and "/no/such/file.npz" in results[1][1]

@@ -166,8 +166,8 @@ def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypa
     teacher = make_model(seed=2)
     hit = Struck(teacher.model.norm)
     sick = taught(hit.at(*range(2, 8)), steps=9, teacher=teacher)
-    told = [action for _, stage, action in sick.of("kd") if stage == "loss"]
-    assert [action.partition(":")[0] for action in told] == [
+    actions = [action for _, stage, action in sick.of("kd") if stage == "loss"]
+    assert [action.partition(":")[0] for action in actions] == [
         "cut out",
         "cut out",
         "cut out, 3 times in a row",
@@ -176,7 +176,7 @@ def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypa
         "cut out, 6 times in a row",
         "used again",
     ]
-    assert "look for NaN" in told[2]
+    assert "look for NaN" in actions[2]
     assert sick.events[-1].reason == "healthy again after 6 steps"
     twin = taught(leave_out("kd", steps=range(2, 8)), steps=9)
     assert same(sick.owned(), twin.owned()) and {e.part for e in sick.events} == {"kd"}
@@ -656,8 +656,8 @@ def cached(world):
     lm = load_causal_lm(world.teacher)
     texts = open_text(world.text, "train", held_out=0)
     rows = make_blocks(texts, lm.tokenizer, FAST["block_size"])
-    said = cache_identity(LanguageSettings(temperature=2.0), lm, texts, rows)
-    of = TeacherFingerprint(**said, dtype="float32", method="topk", k=8)
+    identity = cache_identity(LanguageSettings(temperature=2.0), lm, texts, rows)
+    of = TeacherFingerprint(**identity, dtype="float32", method="topk", k=8)
     return write(FrozenTeacher(lm.model), rows, world.own / "cache", of, shard_rows=2).folder
 
 

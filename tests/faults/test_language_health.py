@@ -115,8 +115,8 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
     used = "bfloat16" if bf16 else "float32"
     words = f"the teacher is not finite in float16, so it runs in {used}"
     assert words in caplog.text and "overflow in fp16" in caplog.text
-    said = json.loads((path / "config.json").read_text())["precision"]
-    assert words in said and f"teacher {'bf16' if bf16 else 'fp32'}, students fp16" in said
+    recorded = json.loads((path / "config.json").read_text())["precision"]
+    assert words in recorded and f"teacher {'bf16' if bf16 else 'fp32'}, students fp16" in recorded
     assert metrics(path)["learned_from"] == {"ce": 8, "kd": 8} and not events(path)
     table = {line["name"]: line for line in metrics(path)["table"]}
     plain = run(world.settings(run_name="plain"))
@@ -170,11 +170,11 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
     asked = world.settings(teacher_model=str(folder), data_path=str(text), max_steps=30)
     code, error = distill(asked)
     assert code == 3
-    said = error[error.index("ssl_kd: ") :].splitlines()
-    assert said[0].startswith("ssl_kd: step 10: kd was cut out of each of the last 10 steps")
-    assert said[0].endswith("learned from ce alone")
-    assert said[1].startswith("  kd, step 1: rows ") and "use another copy of the file" in said[1]
-    assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting fixes a teacher
+    lines = error[error.index("ssl_kd: ") :].splitlines()
+    assert lines[0].startswith("ssl_kd: step 10: kd was cut out of each of the last 10 steps")
+    assert lines[0].endswith("learned from ce alone")
+    assert lines[1].startswith("  kd, step 1: rows ") and "use another copy of the file" in lines[1]
+    assert lines[2].startswith("  ssl_kd replay ") and len(lines) == 3  # no setting fixes a teacher
 
 
 @row(77)

@@ -77,9 +77,9 @@ def die(rank, settings):
 def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
     one, two = settings(run_name="one"), settings(run_name="two")
     run_joined(sick, 1, one, 0, "kd")
-    told = run_joined(sick, 2, two, 1, "kd")
+    results = run_joined(sick, 2, two, 1, "kd")
     folders = [Path(one.runs_dir) / name for name in ("one", "two")]
-    assert told == [str(folders[1])] * 2
+    assert results == [str(folders[1])] * 2
     assert_near(*folders)
     alone, together = (lines(folder, "events.jsonl") for folder in folders)
     assert [event["action"] for event in alone] == [event["action"] for event in together]
@@ -156,8 +156,8 @@ def test_what_ranks_cannot_share_is_refused_with_one_line(words, script, monkeyp
         code, (out, err) = cli.main(words), capfd.readouterr()
     else:
         code, out, err = script(*words)
-    said = [line for line in (out + err).splitlines() if "rank 1 of 2" in line]
-    assert code in (1, 2) and len(said) == 1 and "python alone" in said[0], (out, err)
+    messages = [line for line in (out + err).splitlines() if "rank 1 of 2" in line]
+    assert code in (1, 2) and len(messages) == 1 and "python alone" in messages[0], (out, err)
 
 
 @row(109)

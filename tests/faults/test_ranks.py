@@ -88,9 +88,9 @@ def stop_and_go_on(rank, folder, die_at):
             )
     except RankLost as lost:
         return time.monotonic() - begun, str(lost)
-    told = seen_of(model, optimizer, guard)
-    del told["events"]  # differ between ranks
-    return told
+    state = seen_of(model, optimizer, guard)
+    del state["events"]  # differ between ranks
+    return state
 
 
 @row(47)

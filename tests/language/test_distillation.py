@@ -43,9 +43,9 @@ def equal(a, b):
 
 def test_a_run_from_python_is_that_of_the_same_settings(here, teacher):
     made = ssl_kd.Distillation(teacher, "fresh:1x16", TEXTS, **FAST)
-    told = []
-    done = made.run(progress=lambda stage, *_: told.append(stage))
-    assert {"prepare", "judge", "train", "report"} <= set(told)
+    stages = []
+    done = made.run(progress=lambda stage, *_: stages.append(stage))
+    assert {"prepare", "judge", "train", "report"} <= set(stages)
     again = run(LanguageSettings.from_dict(made.settings.to_dict()))
     assert equal(weights(done.student), weights(load_causal_lm(again / "student").model))
     assert done.report.is_file() and done.tokenizer.decode(done.tokenizer("a").input_ids).endswith(

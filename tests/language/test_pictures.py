@@ -95,17 +95,17 @@ def by_hand(read, student, teacher, temperature, kind):
     """
     ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
     for record in read.records:
-        said = record["messages"]
+        messages = record["messages"]
         images = [
             draw(read.folder / part["path"], int(part["path"][0]) + int(part["path"][2]))
-            for part in said[0]["content"]
+            for part in messages[0]["content"]
             if part["type"] == "image"
         ]
         texts = [
             read.processor.tokenizer.apply_chat_template(
                 some, chat_template=read.processor.chat_template, tokenize=False, **options
             )
-            for some, options in ((said[:1], {"add_generation_prompt": True}), (said, {}))
+            for some, options in ((messages[:1], {"add_generation_prompt": True}), (messages, {}))
         ]
         asked, whole = (
             read.processor(
@@ -243,8 +243,8 @@ def test_a_run_by_the_command_line_and_its_student_is_a_model_with_a_processor(
 
     student: Any = AutoModelForImageTextToText.from_pretrained(path / "student").eval()
     processor = AutoProcessor.from_pretrained(path / "student")
-    said = records(tmp_path, 3)[2]["messages"][:1]
-    text = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    messages = records(tmp_path, 3)[2]["messages"][:1]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     images = [draw(tmp_path / f"2-{k}.png", 2 + k) for k in range(2)]
     inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
     out = student.generate(**inputs, max_new_tokens=3, do_sample=False)
@@ -366,6 +366,6 @@ def test_bad_images_are_named_in_the_log_and_the_run_goes_on(settings, tmp_path,
     with caplog.at_level(logging.INFO):
         path = run(settings(max_steps=2))
     left_out = json.loads((path / "config.json").read_text())["data"]["left_out"]
-    said = "\n".join(left_out)
-    assert "images.jsonl:3: the image 2-0.png cannot be read" in said or "images.jsonl:2" in said
+    text = "\n".join(left_out)
+    assert "images.jsonl:3: the image 2-0.png cannot be read" in text or "images.jsonl:2" in text
     assert "left out" in caplog.text

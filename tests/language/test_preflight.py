@@ -69,7 +69,7 @@ def test_all_faults_are_in_one_message_each_with_its_setting(settings, models, t
         run(wrong)
     first, *faults = str(refused.value).splitlines()
     assert first == "13 faults were found, and no model was loaded, trained or cached:"
-    for said in (
+    for text in (
         "- DATA_PATH: the text source is ",
         "- TEACHER_CACHE is ",
         "- ROUTER_WEIGHTS is ",
@@ -84,12 +84,12 @@ def test_all_faults_are_in_one_message_each_with_its_setting(settings, models, t
         "chat.jinja",
         "has no router, because it is a dense model: set ROUTER_MODE 'native'",
     ):
-        assert sum(said in fault for fault in faults) == 1, said
+        assert sum(text in fault for fault in faults) == 1, text
     assert len(faults) == 13 and refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"student_model": "layers:9"}, "STUDENT_MODEL is 'layers:9'; .* from 1 to 2"),
         ({"student_model": "fresh:2x7"}, "STUDENT_MODEL asks for the width 7; expected an even"),
@@ -100,9 +100,9 @@ def test_all_faults_are_in_one_message_each_with_its_setting(settings, models, t
         ({"teacher_cache": "auto", "divergence": "reverse_kl"}, "DIVERGENCE"),
     ],
 )
-def test_what_a_configuration_tells_is_refused(settings, changes, said):
+def test_what_a_configuration_tells_is_refused(settings, changes, message):
     Path("taken").write_text("")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         run(settings(**changes))
 
 
@@ -125,8 +125,10 @@ def test_chats_need_a_template(settings, models, tmp_path):
     chats = [{"messages": [{"role": "user", "content": f"a {i}"}, answer]} for i in range(60)]
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    said = r"chats.jsonl:\d+: messages need a chat template, .* STUDENT_MODEL .* CHAT_TEMPLATE_PATH"
-    with pytest.raises(SettingsError, match=said):
+    message = (
+        r"chats.jsonl:\d+: messages need a chat template, .* STUDENT_MODEL .* CHAT_TEMPLATE_PATH"
+    )
+    with pytest.raises(SettingsError, match=message):
         run(settings(student_model=models("student"), data_path=str(file)))
 
 

@@ -36,8 +36,8 @@ def by(world, settings):
     if world == 1:
         return run(settings)
     path = Path(settings.runs_dir) / settings.run_name
-    told = run_joined(work, world, settings)
-    assert told == [str(path)] * world, told
+    results = run_joined(work, world, settings)
+    assert results == [str(path)] * world, results
     return path
 
 
@@ -114,7 +114,7 @@ def test_ranks_train_a_teacher_together(settings, tmp_path, monkeypatch):
 
 
 def stopped(rank, settings, at, by_rank):
-    """A run that a rank is told to end, by SIGTERM, in step `at`; what came of it."""
+    """Run, get SIGTERM on one rank in step `at`, and return the folder."""
     step = steps.Distiller.step
 
     def and_stop(self, batches, learning_rate):
@@ -129,9 +129,9 @@ def stopped(rank, settings, at, by_rank):
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
 def test_a_run_goes_on_with_another_number_of_ranks(of_kind, first, then):
     half, last = of_kind("chunks", run_name="half", checkpoint_every=100), first - 1
-    told = run_joined(stopped, first, half, 3, last)
-    assert "stopped by signal 15" in told[0] and len(told) == first, told
-    assert all("RankStopped" in words and "stopped by signal 15" in words for words in told[1:])
+    results = run_joined(stopped, first, half, 3, last)
+    assert "stopped by signal 15" in results[0] and len(results) == first, results
+    assert all("RankStopped" in words and "stopped by signal 15" in words for words in results[1:])
     folder = Path(half.runs_dir) / "half"
     assert [path.stem for path in (folder / "checkpoint").glob("*.pt")] == ["step_000000004"]
     by(then, half.replace(resume=True))

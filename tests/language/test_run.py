@@ -79,14 +79,14 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert all(at <= total for _, at, total in stages)
     assert {"prepare", "judge", "train"} == {stage for stage, *_ in stages}
 
-    said = config(path)
-    assert said["mode"] == "language" and said["settings"]["BLOCK_SIZE"] == 24
-    assert said["teacher"]["layers"] == 2 and said["student"]["layers"] == 1
-    assert said["teacher"]["vocabulary"] == said["student"]["vocabulary"] == 320
-    assert said["student"]["trained"] == said["student"]["parameters"] > 0
-    assert said["data"]["documents"] == 48 and said["data"]["left_out"]
-    assert 0 < said["data"]["eval_tokens"] < said["data"]["train_tokens"]
-    assert "teacher fp32" in said["precision"] and "transformers" in said["versions"]
+    recorded = config(path)
+    assert recorded["mode"] == "language" and recorded["settings"]["BLOCK_SIZE"] == 24
+    assert recorded["teacher"]["layers"] == 2 and recorded["student"]["layers"] == 1
+    assert recorded["teacher"]["vocabulary"] == recorded["student"]["vocabulary"] == 320
+    assert recorded["student"]["trained"] == recorded["student"]["parameters"] > 0
+    assert recorded["data"]["documents"] == 48 and recorded["data"]["left_out"]
+    assert 0 < recorded["data"]["eval_tokens"] < recorded["data"]["train_tokens"]
+    assert "teacher fp32" in recorded["precision"] and "transformers" in recorded["versions"]
 
     lines = log_lines(path)
     looks = [line for line in lines if "eval" in line]
@@ -102,7 +102,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     rows = table(path)
     assert rows["student"]["perplexity"] < rows["student before"]["perplexity"]
     assert rows["student"]["nll"] != looks[1]["eval"]["nll"]  # of other rows than the choice
-    assert said["data"]["validated_apart"] and said["data"]["validation_tokens"] > 0
+    assert recorded["data"]["validated_apart"] and recorded["data"]["validation_tokens"] > 0
     assert found["learned_from"] == {"ce": 6, "kd": 6}
     assert rows["student"]["kl"] > 0 and 0 <= rows["student"]["agreement"] <= 1
     assert 0 < rows["student"]["acceptance"] < 1 and rows["teacher"]["acceptance"] is None
@@ -228,8 +228,8 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
 def test_adapters_of_a_student_with_a_name_are_saved_alone(settings, models):
     peft = pytest.importorskip("peft")
     path = run(settings(student_model=models("student"), lora_rank=2))
-    said = config(path)["student"]
-    assert 0 < said["trained"] < said["parameters"] / 4
+    recorded = config(path)["student"]
+    assert 0 < recorded["trained"] < recorded["parameters"] / 4
     assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
     card = ModelCard.load(path / "student" / "README.md")
     assert "base_model" not in card.data.to_dict()  # a local folder
@@ -557,10 +557,10 @@ def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, monkeypat
     spoilt(monkeypatch, range(1, 99), spoil_norm)
     with pytest.raises(TooFewHealthyParts) as stopped:
         run(settings(stop_after=2))
-    said = str(stopped.value)
-    assert "step 3: no part had a healthy step in the last 2" in said
-    assert "student weight model.norm.weight came in not finite" in said
-    assert "Settings to try" not in said  # none takes a NaN back that came from outside
+    message = str(stopped.value)
+    assert "step 3: no part had a healthy step in the last 2" in message
+    assert "student weight model.norm.weight came in not finite" in message
+    assert "Settings to try" not in message  # none takes a NaN back that came from outside
     path = tmp_path / "runs" / "a"
     found = [(row["step"], row["part"], row["action"]) for row in events(path)]
     assert (2, "ce", "cut out") in found and (3, "model", "skipped") in found
@@ -588,10 +588,14 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
         TooFewHealthyParts, match=f"step {last + 1}: kd was cut out of each of"
     ) as end:
         run(asked)
-    said = str(end.value)
-    assert "learned from ce alone" in said and end.value.exit_code == 3
-    assert "teacher weight model.norm.weight came in not finite" in said
-    assert "use another copy" in said and "Settings to try" not in said and "memory" not in said
+    message = str(end.value)
+    assert "learned from ce alone" in message and end.value.exit_code == 3
+    assert "teacher weight model.norm.weight came in not finite" in message
+    assert (
+        "use another copy" in message
+        and "Settings to try" not in message
+        and "memory" not in message
+    )
     path = tmp_path / "runs" / "a"
     assert events(path)[-1]["action"] == "stopped" and not (path / "metrics.json").exists()
     monkeypatch.undo()
@@ -609,17 +613,17 @@ def test_a_run_in_which_no_step_went_through_is_no_success(settings, tmp_path, c
     for again in (asked, asked.replace(resume=True)):  # there is no step left to do
         with pytest.raises(TooFewHealthyParts, match="none of the 2 steps changed") as end:
             run(again)
-        said = str(end.value)
+        message = str(end.value)
         assert end.value.exit_code == 3
         if "grad_norm_threshold" not in cause:
-            assert "--learning_rate" in said
+            assert "--learning_rate" in message
         else:
             assert (
                 "above the fixed threshold, or too large for the optimizer to square (2 times)"
-                in said
+                in message
             )
-            assert "in a run GRAD_NORM_THRESHOLD" in said
-            assert "--grad_norm_threshold None" in said
+            assert "in a run GRAD_NORM_THRESHOLD" in message
+            assert "--grad_norm_threshold None" in message
     path = tmp_path / "runs" / "a"
     assert [file.name for file in (path / "checkpoint").glob("*.pt")] == ["step_000000002.pt"]
     assert not (path / "student").exists() and not (path / "metrics.json").exists()

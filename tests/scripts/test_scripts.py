@@ -64,7 +64,7 @@ def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
 @pytest.mark.parametrize("name", ["distill", *SAR])
 def test_what_a_user_gets_wrong_is_one_line(script, house, name):
     text = ["--data_path", str(house / "stories.jsonl"), "--device", "cpu", "--block_size", "32"]
-    for words, code, said in (
+    for words, code, message in (
         (["--techer_model", "x"], 2, "Did you mean --teacher_model?"),
         (["--teacher_model", "./nowhere", *text], 2, "folder nowhere does not exist"),
         (
@@ -76,7 +76,7 @@ def test_what_a_user_gets_wrong_is_one_line(script, house, name):
     ):
         came, _, err = script(name, *words)
         last = err.strip().splitlines()[-1]
-        assert came == code and last.startswith("ssl_kd: ") and said in last, err
+        assert came == code and last.startswith("ssl_kd: ") and message in last, err
         assert "Traceback" not in err
 
 
@@ -115,15 +115,15 @@ def test_quantumbench_dry_run_says_what_it_does(script, house, tmp_path, caplog)
 
 def test_quantumbench_stops_at_a_nan_and_names_its_cause(script, house):
     code, _, err = script("distill_quantumbench", *quantum(house, student="sick"))
-    said = err.strip().splitlines()[-1]
-    assert code == 2 and said.startswith("ssl_kd: the student ")
-    assert "has NaN or infinity before training" in said
-    assert "up_proj" in said and "nan" in said.lower()
-    assert "use another copy of the file" in said and "Settings to try" not in said
+    message = err.strip().splitlines()[-1]
+    assert code == 2 and message.startswith("ssl_kd: the student ")
+    assert "has NaN or infinity before training" in message
+    assert "up_proj" in message and "nan" in message.lower()
+    assert "use another copy of the file" in message and "Settings to try" not in message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--techer-model", "x"], "required: --teacher_model"),
         (["--alpha", "1.5"], "--alpha is 1.5"),
@@ -132,10 +132,10 @@ def test_quantumbench_stops_at_a_nan_and_names_its_cause(script, house):
         (["--alpha", "half"], "invalid float value"),
     ],
 )
-def test_quantumbench_one_line_and_code_2(script, house, words, said):
+def test_quantumbench_one_line_and_code_2(script, house, words, message):
     words = words if "--techer-model" in words else [*quantum(house), *words]
     code, _, err = script("distill_quantumbench", *words)
-    assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_adapters_are_trained_and_tested(script, house, tmp_path):
@@ -177,7 +177,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_foreign_flags_are_answered_with_what_to_use(script, name):
-    for words, said in (
+    for words, message in (
         (["--logging_steps", 0], "LOG_EVERY is 0"),
         (["--num-train-epochs", 0], "EPOCHS is 0.0"),
         (["--lr", "x"], "LEARNING_RATE is 'x'"),
@@ -188,7 +188,7 @@ def test_foreign_flags_are_answered_with_what_to_use(script, name):
         (["--hub_token", "x"], "no flag --hub_token. Use --push_to_hub, --hub_model_id"),
     ):
         code, _, err = script(name, *PLACES[name], *words)
-        assert code == 2 and said in err and len(err.splitlines()) == 1, err
+        assert code == 2 and message in err and len(err.splitlines()) == 1, err
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_missing_package_is_refused_without_torch(words):
 
 def test_sft_refuses_in_one_line(script, house):
     stories = ["--data-path", house / "stories.jsonl", "--device", "cpu"]
-    for words, code, said in (
+    for words, code, message in (
         (["test", "--model", house / "dense", *stories], 2, "<answer>...</answer>"),
         (["test", "--model", "./nowhere", *stories], 2, "folder nowhere does not exist"),
         (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits of"),
@@ -228,7 +228,7 @@ def test_sft_refuses_in_one_line(script, house):
         ([], 2, "required: job"),
     ):
         came, _, err = script("sft_lora", *words)
-        assert came == code and said in err and len(err.strip().splitlines()) == 1, err
+        assert came == code and message in err and len(err.strip().splitlines()) == 1, err
 
 
 def test_sft_names_all_faults_before_the_model_is_loaded(script, house, monkeypatch):

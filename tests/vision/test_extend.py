@@ -217,15 +217,15 @@ def test_images_are_embedded_by_the_runs_teacher_and_shown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"n_clusters": 4}, "N_CLUSTERS is 4, expected 3 as in"),
         ({"teacher": "dinov2"}, "TEACHER is 'dinov2', expected 'pixels'"),
         ({"resume": True}, "without --resume"),
     ],
 )
-def test_settings_that_contradict_the_run_are_refused(settings, given, said):
-    with pytest.raises(SettingsError, match=said):
+def test_settings_that_contradict_the_run_are_refused(settings, given, message):
+    with pytest.raises(SettingsError, match=message):
         settings("new.npz", **given)
     assert settings("new.npz", n_clusters=3).n_heads == FAST["n_heads"]
 
@@ -247,11 +247,11 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("said", OTHER)
-def test_a_run_of_another_version_is_refused(parent, settings, tmp_path, said):
-    old = changed(parent, tmp_path, "config.json", OTHER[said])
+@pytest.mark.parametrize("message", OTHER)
+def test_a_run_of_another_version_is_refused(parent, settings, tmp_path, message):
+    old = changed(parent, tmp_path, "config.json", OTHER[message])
     commit = json.loads((parent / "config.json").read_text())["commit"]
-    with pytest.raises(RunFolderError, match=f"{said}.*") as refused:
+    with pytest.raises(RunFolderError, match=f"{message}.*") as refused:
         settings("new.npz", extend=old)
     assert f"commit {commit}" in str(refused.value)
 
@@ -285,8 +285,8 @@ def test_the_command(parent, tmp_path, capsys):
     words = ["--extend", str(parent), "--dataset", new, "--run-name", "more"]
     words += ["--runs_dir", str(tmp_path / "runs"), "--embeddings_dir", str(tmp_path / "e")]
     assert train(words, config=tmp_path / "none.py") == 0
-    said = capsys.readouterr().out
-    assert "proposed as 1 new cluster: 3 (" in said and "report.html" in said
+    output = capsys.readouterr().out
+    assert "proposed as 1 new cluster: 3 (" in output and "report.html" in output
     assert (tmp_path / "runs" / "more" / "report.html").exists()
     assert [p.name for p in (tmp_path / "e").iterdir()][0].startswith("extend-")
     assert train(words, config=tmp_path / "none.py") == 2

@@ -18,7 +18,7 @@ CPU = Precision.for_device("cpu")
 
 
 class Sums(Teacher):
-    """Mean and size of an image; counts what it is asked, and fails when it is told to."""
+    """Embeds an image as its mean and size; counts its calls and fails on request."""
 
     def __init__(self, fault=None):
         self.name = "sums"
@@ -282,17 +282,17 @@ NAMED = r"'sums' gives NaN .* 1 of 4 .*'a/train/6' \(row 6 of a"
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "said"),
+    ("value", "error", "message"),
     [
         (float("nan"), ValueError, NAMED),
         (float("inf"), ValueError, NAMED),
         (1e30, NonFiniteRow, "a/train/6"),
     ],
 )
-def test_an_embedding_that_is_not_finite_or_out_of_range_is_named(tmp_path, value, error, said):
+def test_an_embedding_that_is_not_finite_or_out_of_range_is_named(tmp_path, value, error, message):
     data = arrays(12)
     assert data.arrays is not None
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         run(data, Sick(torch.tensor(data.arrays[6, 0, 0]), value), tmp_path)
 
 

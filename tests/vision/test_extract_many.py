@@ -187,8 +187,8 @@ def command(*flags):
 def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command("--embeddings-dir", "here", "--shard_rows=700", "--runs_dir", "runs") == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told == [
+    output = capsys.readouterr().out.splitlines()
+    assert output == [
         "here/embeddings_train.json: 1437 rows of 64, float32, in 3 shards",
         "here/embeddings_test.json: 360 rows of 64, float32, in 1 shards",
     ]
@@ -200,7 +200,7 @@ def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         (("--rank", "1"), "--rank is 1 and --world None; expected both"),
         (("--world", "4"), "--rank is None and --world 4; expected both"),
@@ -215,10 +215,10 @@ def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
         (("more",), "'more' belongs to no flag"),
     ],
 )
-def test_what_cannot_be_is_one_line(flags, said, capsys, tmp_path):
+def test_what_cannot_be_is_one_line(flags, message, capsys, tmp_path):
     assert command(*flags, "--embeddings_dir", str(tmp_path)) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and said in lines[0]
+    assert len(lines) == 1 and message in lines[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -227,8 +227,8 @@ def test_ranks_are_given_once_by_flags_or_a_launcher(tmp_path, monkeypatch, caps
     monkeypatch.setenv("RANK", "1")
     flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700")
     assert command(*flags, "--rank", "0", "--world", "2") == 2
-    said = "The launcher sets --rank and --world (by RANK and WORLD_SIZE): leave both flags out"
-    assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
+    message = "The launcher sets --rank and --world (by RANK and WORLD_SIZE): leave both flags out"
+    assert message in capsys.readouterr().err and not (tmp_path / "c").exists()
     assert command(*flags) == 0
     assert "has stored its 1 of 3 shards" in capsys.readouterr().out
     for launcher in ("WORLD_SIZE", "RANK"):
@@ -242,16 +242,16 @@ def test_ranks_are_given_once_by_flags_or_a_launcher(tmp_path, monkeypatch, caps
 def test_ctrl_c_keeps_complete_shards_and_says_how_to_go_on(tmp_path, alone):
     job = Job(tmp_path)
     (tmp_path / "stopped").write_text(job.sums[4])
-    code, told, last = job.run()
-    assert code == 130 and told == ""
-    said = re.fullmatch(
+    code, output, last = job.run()
+    assert code == 130 and output == ""
+    match = re.fullmatch(
         r"ssl_kd: Stopped by SIGINT. The complete shards are kept; continue with: (.*)", last
     )
     stored = len(job.stored())
-    assert said is not None and 0 < stored < 23
+    assert match is not None and 0 < stored < 23
     (tmp_path / "stopped").unlink()
     job.batches()
-    assert job.run(words=shlex.split(said[1])[1:])[0] == 0
+    assert job.run(words=shlex.split(match[1])[1:])[0] == 0
     assert sum(job.batches().values()) == 23 + 6 - stored and content(job.cache) == alone
 
 
@@ -336,11 +336,11 @@ def test_a_split_whose_files_were_removed_meanwhile_is_an_error():
 @with_ray
 def test_ray_makes_the_bytes_of_one_process(tmp_path, alone):
     job = Job(tmp_path)
-    code, told, last = job.run("--engine", "ray")
+    code, output, last = job.run("--engine", "ray")
     assert code == 0, last
     computed = job.batches()
     assert sum(computed.values()) == len(computed) == 23 + 6
-    assert "embeddings_train.json: 1437 rows of 2, float32, in 23 shards" in told
+    assert "embeddings_train.json: 1437 rows of 2, float32, in 23 shards" in output
     assert content(job.cache) == alone
 
 
@@ -350,7 +350,7 @@ def test_ray_stores_all_shards_but_those_that_fail_and_then_those(tmp_path, alon
     job = Job(tmp_path)
     (tmp_path / "sick").write_text(job.sums[6])
     (tmp_path / "deadly").write_text(job.sums[9])  # kills the worker, again and again
-    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    code, output, last = job.run("--engine", "ray", "--workers", "1")
     assert code == 1 and "2 of 29 shards failed, all others are stored: shard 6 of train" in last
     assert "fails on the batch of digits/479" in last and "this teacher cannot" in last
     assert "shard 9 of train: 4 workers died of it" in last
@@ -359,7 +359,7 @@ def test_ray_stores_all_shards_but_those_that_fail_and_then_those(tmp_path, alon
     (tmp_path / "sick").unlink()
     (tmp_path / "deadly").unlink()
 
-    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    code, output, last = job.run("--engine", "ray", "--workers", "1")
     assert code == 0 and job.batches() == {job.sums[6]: 1, job.sums[9]: 1}
     assert content(job.cache) == alone
     code, _, last = job.run("--engine", "ray", "--dataset", "/nowhere")
@@ -390,7 +390,7 @@ def test_ray_killed_in_the_middle_goes_on_with_exactly_the_missing_shards(tmp_pa
     assert 5 <= len(before) < 23 and len(begun) <= len(before) + 2 * 2  # behind, and under way
     (tmp_path / "slow").unlink()
 
-    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    code, output, last = job.run("--engine", "ray", "--workers", "1")
     assert code == 0, last
     computed, whole = job.batches(), [int(name[-8:-3]) for name in before]
     assert set(computed.values()) == {1} and len(computed) == 23 - len(before) + 6

@@ -147,12 +147,12 @@ def count(rank):
 
 
 def counted(rank, settings, upto):
-    """The collectives from step 1 up to another one, told from 0."""
+    """Return the number of collectives from step 1 to step `upto`, both counted from 0."""
     count(rank)
     seen = {}
     before_step(lambda trainer, step: seen.update({step: CALLS.copy()}))
-    told = work(rank, settings)
-    assert told[0] == "done", told
+    result = work(rank, settings)
+    assert result[0] == "done", result
     return dict(seen[upto] - seen[1])
 
 
@@ -182,8 +182,8 @@ def folder_of(settings):
 
 
 def trained(world, settings, *faults):
-    told = run_joined(work, world, settings, *faults)
-    assert [one[0] for one in told] == ["done"] * world, told
+    results = run_joined(work, world, settings, *faults)
+    assert [one[0] for one in results] == ["done"] * world, results
     return left(folder_of(settings))
 
 

@@ -188,8 +188,8 @@ def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):
         for place, name in enumerate(("cluster", "second")):
             confidence = "second_confidence" if place else "confidence"
             assert [int(a[name]) for a in lines] == two.indices[:, place].tolist()
-            said = [float(a[confidence]) for a in lines]
-            assert said == pytest.approx(two.values[:, place].tolist(), abs=1e-4)
+            recorded = [float(a[confidence]) for a in lines]
+            assert recorded == pytest.approx(two.values[:, place].tolist(), abs=1e-4)
         calibration = metrics(path)["calibration"][split]
         assert sum(b["n"] for b in calibration["bins"]) == len(lines)
         assert 0 <= calibration["ece"] <= 1
@@ -212,8 +212,8 @@ def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
         assert len(pairs) == len(finer) >= len(coarser)  # both splits
     model = ClusterModel.from_pretrained(path)
     x = EmbeddingStore.open(path.parents[1] / "embeddings", "test").tensor()
-    said = [[int(v) for n, v in line.items() if n.startswith("level_")] for line in lines[64:]]
-    assert model.predict_levels(x).tolist() == said
+    recorded = [[int(v) for n, v in line.items() if n.startswith("level_")] for line in lines[64:]]
+    assert model.predict_levels(x).tolist() == recorded
     assert re.search(r"Likely \d+( to \d+)? clusters; \d+ are used", write_report(path).read_text())
 
 
@@ -285,9 +285,11 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     (line,) = [r.getMessage() for r in caplog.records if "--labels folders" in r.getMessage()]
     assert "its 3 folders (2023, 2024, misc) are not used as labels" in line
     assert "label" not in assignments(path)[0]
-    told = metrics(path)
-    assert all(line["acc"] is None for line in told["table"]) and told.get("knn_accuracy") is None
-    assert not told["dataset"]["labelled"] and told["dataset"]["class_names"] is None
+    values = metrics(path)
+    assert (
+        all(line["acc"] is None for line in values["table"]) and values.get("knn_accuracy") is None
+    )
+    assert not values["dataset"]["labelled"] and values["dataset"]["class_names"] is None
     page = write_report(path).read_text()
     assert "The data has no labels" in page and "in the right cluster" not in page
     samples = Samples(path)

@@ -191,7 +191,7 @@ def test_a_temporary_file_that_is_taken_for_an_orphan_is_made_again(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b'{"a": 1, "a": 1}', "a key occurs twice"),
         (b'[{"a": {"b": 1, "b": 2}}]', "a key occurs twice"),
@@ -206,7 +206,7 @@ def test_a_temporary_file_that_is_taken_for_an_orphan_is_made_again(tmp_path, mo
         (b"{} {}", "Extra data"),
     ],
 )
-def test_json_that_programs_read_differently_is_refused(data, said):
-    with pytest.raises(ValueError, match=said):
+def test_json_that_programs_read_differently_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
         files.strict_json(data)
     assert files.strict_json(b' {"a": [1, 1.5, null]}\r\n') == {"a": [1, 1.5, None]}

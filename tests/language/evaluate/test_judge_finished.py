@@ -151,7 +151,7 @@ def test_all_faults_are_in_one_message_before_a_model_is_loaded(at, models, tmp_
 
 @pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--out=taken/scores.json"], "OUT is 'taken/scores.json', and .*taken is a file"),
         (["--chat_template_path=chat.jinja"], "chat.jinja"),
@@ -159,10 +159,10 @@ def test_all_faults_are_in_one_message_before_a_model_is_loaded(at, models, tmp_
     ],
 )
 def test_what_files_tell_is_refused_before_a_model_is_loaded(
-    at, models, tmp_path, capsys, words, said
+    at, models, tmp_path, capsys, words, message
 ):
     (tmp_path / "taken").write_text("")
     named = {name: str(models(name)) for name in ("teacher", "foreign")}
     words = [",".join(str(named.get(x, x)) for x in word.split(",")) for word in words]
     assert cli.main(at(models("student"), *words)) == BAD_INPUT
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)

@@ -421,20 +421,20 @@ def train_on(rank, folder, world, bad, accumulation):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_processes_are_one_to_rounding(tmp_path, accumulation):
-    told = run_ranks(train_on, 2, tmp_path, 2, [(), ()], accumulation)
-    assert told[0] == told[1] and told[0][0] == "DistributedDataParallel", told
+    results = run_ranks(train_on, 2, tmp_path, 2, [(), ()], accumulation)
+    assert results[0] == results[1] and results[0][0] == "DistributedDataParallel", results
     _, alone, numbers, _, _ = train_on(0, tmp_path, 1, [()], accumulation)
-    for a, b in zip(told[0][1], alone, strict=True):
+    for a, b in zip(results[0][1], alone, strict=True):
         assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
-    assert told[0][2] == pytest.approx(numbers, rel=1e-5)
+    assert results[0][2] == pytest.approx(numbers, rel=1e-5)
 
 
 @fault(123)
 def test_a_nan_in_kd_of_one_process_is_cut_out_on_both(tmp_path):
-    told = run_ranks(train_on, 2, tmp_path, 2, [(), {2}], 2)
-    assert told[0] == told[1], told
-    line, again = told[0][3]
-    assert "on rank 1 of 2" in line and '"kd"' in line and told[0][4] == "None"
+    results = run_ranks(train_on, 2, tmp_path, 2, [(), {2}], 2)
+    assert results[0] == results[1], results
+    line, again = results[0][3]
+    assert "on rank 1 of 2" in line and '"kd"' in line and results[0][4] == "None"
     assert "cut out" in line and "healthy again" in again
 
 

@@ -95,8 +95,8 @@ def test_the_guard_restores_the_state_of_an_8_bit_optimizer():
 def test_a_misspelt_layer_is_named(tiny):
     with pytest.raises(InputError, match="no linear layer 'q_prj'; expected .*q_proj"):
         add_lora(tiny.model(), 2, lora_target_modules="v_proj,q_prj")
-    for name, said in (("lm_hed", "no layer; .* lm_head"), ("norm", ".*input_layernorm")):
-        with pytest.raises(InputError, match=f"'{name}' matches {said}"):
+    for name, message in (("lm_hed", "no layer; .* lm_head"), ("norm", ".*input_layernorm")):
+        with pytest.raises(InputError, match=f"'{name}' matches {message}"):
             add_lora(tiny.model(), 2, modules_to_save=name)
 
 

@@ -82,8 +82,8 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
     assert losses[-1] < losses[0]
     not_here = ("modules_to_save", "up_proj", "'up_proj' matches model.layers.0.mlp.up_proj")
     on_cpu = ("optim", "paged_adamw_8bit", "the device is cpu, .* set OPTIM to 'adamw_8bit'")
-    for name, value, said in (not_here, on_cpu):
-        with pytest.raises(UserError, match=said):
+    for name, value, message in (not_here, on_cpu):
+        with pytest.raises(UserError, match=message):
             run(own.replace(run_name=name, **{name: value}))
 
 

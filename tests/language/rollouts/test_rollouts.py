@@ -425,8 +425,8 @@ def test_what_the_teacher_wrote_stands_in_the_place_of_the_text(settings, tmp_pa
     prompt, new = after.ids[row, :4], after.ids[row][after.counts[row]]
     assert torch.equal(prompt, before.ids[row, :4]) and 1 <= len(new) <= 6
     with torch.no_grad():
-        said = task.frozen.model(torch.cat([prompt, new])[None]).logits[0, 3:-1].argmax(-1)
-    assert torch.equal(said, new)
+        likeliest = task.frozen.model(torch.cat([prompt, new])[None]).logits[0, 3:-1].argmax(-1)
+    assert torch.equal(likeliest, new)
 
 
 def _silent(stage, done, total, info):

@@ -42,15 +42,15 @@ def test_a_server_samples_what_the_student_would(served, server, rank):
     assert not [*(path / "rollout_weights").iterdir()]
 
 
-@pytest.mark.parametrize(("key", "answer", "said"), [
+@pytest.mark.parametrize(("key", "answer", "message"), [
     ("method", [{}], r"is -\d.* there and -\d.* in the student \(.* 0\.01\)"),  # old weights
     ("method", [b"", 404], "404 Not Found; to load .*start vllm serve with VLLM_SERVER_DEV_MODE=1"),
     ("prompt", [{"model": "a", "choices": [{"token_ids": [5], "logprobs": {}}]}], "up to an end"),
     ("prompt", [{"model": "a", "choices": [SHORT]}], "logprobs of 6 tokens, or up to"),
 ], ids=["old", "off", "none", "short"])  # fmt: skip
-def test_what_a_server_does_wrong_is_named(served, server, key, answer, said):
+def test_what_a_server_does_wrong_is_named(served, server, key, answer, message):
     server.fault = lambda handler, asked, _: key in asked and (handler.answer(*answer) or True)
-    with pytest.raises(ServerFailed, match=said):
+    with pytest.raises(ServerFailed, match=message):
         run(served(learning_rate=0.1))
 
 

@@ -523,7 +523,7 @@ def change(folder, tamper, **stated):
 
 
 @pytest.mark.parametrize(
-    ("method", "column", "value", "said"),
+    ("method", "column", "value", "message"),
     [
         ("topk", "tokens", V, "tokens from .* to 40, expected 0 to 39"),
         ("topk", "tokens", 255, "tokens from .* to 255, expected 0 to 39"),
@@ -544,11 +544,13 @@ def change(folder, tamper, **stated):
 )
 @fault(148)
 def test_what_cannot_be_is_named_even_with_a_fitting_checksum(
-    tmp_path, method, column, value, said
+    tmp_path, method, column, value, message
 ):
     make(tmp_path, method=method)
     change(tmp_path, lambda shard: shard[column][2, 1].view(-1)[-1:].fill_(value))
-    with pytest.raises(NonFiniteRow, match=f"teacher_00001.pt, row 2 .row 6 .*'block 6'.: {said}"):
+    with pytest.raises(
+        NonFiniteRow, match=f"teacher_00001.pt, row 2 .row 6 .*'block 6'.: {message}"
+    ):
         TeacherCache.open(tmp_path)
     TeacherCache.open(tmp_path, verify=False)
 
@@ -568,14 +570,14 @@ def test_tokens_of_any_width_are_compared_with_the_vocabulary(tmp_path, vocabula
 def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
     make(tmp_path)
     change(tmp_path, lambda shard: shard["indices"].copy_(torch.tensor(indices)))
-    said = "teacher_00001.pt cannot be used: its indices are not the rows of this shard in order"
-    with pytest.raises(CorruptFileError, match=said):
+    message = "teacher_00001.pt cannot be used: its indices are not the rows of this shard in order"
+    with pytest.raises(CorruptFileError, match=message):
         TeacherCache.open(tmp_path)
 
 
 @fault(148)
 @pytest.mark.parametrize(
-    ("stated", "said"),
+    ("stated", "message"),
     [
         ({"statistics": {}}, "statistics: the names are those of another version"),
         ({"head": "../../elsewhere"}, "head is '../../elsewhere'"),
@@ -583,9 +585,9 @@ def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
         ({"n": N + 1}, "teacher_00002.pt: the row counts do not add up"),
     ],
 )
-def test_a_manifest_that_names_something_else_is_one_line(tmp_path, stated, said):
+def test_a_manifest_that_names_something_else_is_one_line(tmp_path, stated, message):
     make(tmp_path, method="hidden")
     change(tmp_path, lambda shard: None, **stated)
-    with pytest.raises(CorruptFileError, match=said) as caught:
+    with pytest.raises(CorruptFileError, match=message) as caught:
         TeacherCache.open(tmp_path)
     assert "\n" not in str(caught.value) and "\0" not in str(caught.value)

@@ -92,8 +92,10 @@ def weighted(models):
 def test_a_run_learns_from_all_of_them(settings, models, two, weighted):
     settings = partial(settings, max_steps=2, eval_every=2)
     path = run(settings(teacher_model=weighted(0.7, 0.3)))
-    said, rows = config(path), table(path)
-    assert [said["teacher"]["name"], *(one["name"] for one in said["beside"])] == two.split(",")
+    recorded, rows = config(path), table(path)
+    assert [recorded["teacher"]["name"], *(one["name"] for one in recorded["beside"])] == two.split(
+        ","
+    )
     names = ["teacher", f"teacher {models('student')}", "student before", "student"]
     assert list(rows) == names and len({row["nll"] for row in rows.values()}) == 4
     other = run(settings(teacher_model=weighted(0.3, 0.7), run_name="b"))
@@ -123,7 +125,7 @@ def test_a_folder_with_a_comma_in_its_name_is_one_teacher(settings, models, tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"teacher_model": "0.7*a,b"}, "a weight above 0 before each name"),
         ({"teacher_model": "0.7*a,-0.3*b"}, "a weight above 0 before each name"),
@@ -138,6 +140,6 @@ def test_a_folder_with_a_comma_in_its_name_is_one_teacher(settings, models, tmp_
         ({"router_mode": "auto"}, "ROUTER_MODE to 'native'"),
     ],
 )
-def test_settings_that_do_not_go_with_several(changes, said):
-    with pytest.raises(SettingsError, match=said):
+def test_settings_that_do_not_go_with_several(changes, message):
+    with pytest.raises(SettingsError, match=message):
         LanguageSettings(**{"teacher_model": "a,b", **changes})

@@ -276,7 +276,7 @@ def test_a_key_is_sent_and_kept_nowhere(served, server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"teacher_url": "localhost:8000"}, "expected an address such as http://host:8000/v1"),
         (
@@ -291,6 +291,6 @@ def test_a_key_is_sent_and_kept_nowhere(served, server, monkeypatch):
         ({"legacy_clamp": "2.5"}, "LEGACY_CLAMP to None"),
     ],
 )
-def test_settings_that_do_not_go_with_a_server(served, changes, said):
-    with pytest.raises(SettingsError, match=said):
+def test_settings_that_do_not_go_with_a_server(served, changes, message):
+    with pytest.raises(SettingsError, match=message):
         served(**changes)

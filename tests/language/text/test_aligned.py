@@ -134,9 +134,9 @@ def check_texts(text, reader, says):
     ids, ends = reader.read(text)
     start = 0
     for stop in np.unique(ends):
-        said = b"".join(says[i] or b"" for i in ids[ends == stop]).decode()
+        decoded = b"".join(says[i] or b"" for i in ids[ends == stop]).decode()
         written = "".join(c for c in text[start:stop] if c not in reader._drops(text))
-        assert said in (written, f" {written}" if not start else written)
+        assert decoded in (written, f" {written}" if not start else written)
         start = stop
 
 
@@ -218,9 +218,9 @@ def test_characters_dropped_in_silence_do_not_shift_what_follows(trained):
     for stop in np.unique(ends):
         pieces.append((text[start:stop], b"".join(says[i] for i in ids[ends == stop]).decode()))
         start = stop
-    for i, (written, said) in enumerate(pieces):
+    for i, (written, decoded) in enumerate(pieces):
         kept = written.translate({ord("家"): None, ord("👩"): None})
-        assert said == (f" {kept}" if i == 0 else kept)
+        assert decoded == (f" {kept}" if i == 0 else kept)
 
 
 def test_one_tokenizer_on_both_sides_is_one_to_one(trained):

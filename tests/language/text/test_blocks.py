@@ -88,8 +88,8 @@ def pieces(blocks):
 def test_every_target_once_whatever_the_tokenizer(any_tokenizer, packing):
     size = len(any_tokenizer)
     blocks = make_blocks(dataset(*STORIES), any_tokenizer, 128, packing=packing)
-    told = [[i for i, c in zip(*piece, strict=True) if c] for piece in pieces(blocks)]
-    assert sorted(told) == sorted(expected(any_tokenizer, t) for t in STORIES)
+    targets = [[i for i, c in zip(*piece, strict=True) if c] for piece in pieces(blocks)]
+    assert sorted(targets) == sorted(expected(any_tokenizer, t) for t in STORIES)
     start = any_tokenizer.bos_token_id
     start = any_tokenizer.eos_token_id if start is None else start
     for ids, counts in pieces(blocks):
@@ -161,8 +161,8 @@ def test_only_the_completion_counts(any_tokenizer):
         assert list(ids[:first]) == given_ids[:first]
         # A token may reach into the completion; in one of the tokenizers, over several words.
         assert len(given_ids) - first <= 2
-        told = any_tokenizer.decode(ids[first:-1])
-        assert told.strip().endswith(completion.strip())
+        decoded = any_tokenizer.decode(ids[first:-1])
+        assert decoded.strip().endswith(completion.strip())
 
 
 def test_a_completion_without_a_prompt_has_a_start(shared_data, tokenizer):
@@ -222,16 +222,16 @@ def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):
         "[user]good</s>"
     )
     assert tokenizer.decode(ids) == whole  # nothing is added to what the template writes
-    told = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
-    assert told == "a dog!</s>a tree.</s>"
+    counted = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
+    assert counted == "a dog!</s>a tree.</s>"
     assert blocks.characters == len("a dog!a tree.")
     # A part in which nobody but the user speaks is dropped.
     split = make_blocks(dataset(chat), tokenizer, 4, packing=False)
     assert split.characters == blocks.characters and split.row_characters.min() >= 0
     parts = pieces(split)
     assert all(any(counts) for _, counts in parts)
-    told = [i for ids, counts in parts for i, c in zip(ids, counts, strict=True) if c]
-    assert tokenizer.decode(told) == "a dog!</s>a tree.</s>"
+    counted = [i for ids, counts in parts for i, c in zip(ids, counts, strict=True) if c]
+    assert tokenizer.decode(counted) == "a dog!</s>a tree.</s>"
 
 
 def test_what_a_chat_gives_does_not_count_and_its_tools_are_shown(tokenizer, monkeypatch):
@@ -253,8 +253,8 @@ def test_what_a_chat_gives_does_not_count_and_its_tools_are_shown(tokenizer, mon
     blocks = make_blocks(texts, tokenizer, 128)
     ((ids, counts),) = pieces(blocks)
     assert tokenizer.decode(ids).startswith("<sun><s>[user]a cat?")
-    told = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
-    assert told == "sun(2)</s>"
+    decoded = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
+    assert decoded == "sun(2)</s>"
     assert blocks.characters == len('{"name": "sun", "arguments": {"a": 2}}')
     # A template that knows of no tools would have it learn to say nothing.
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)

@@ -140,16 +140,16 @@ def test_held_out_documents_stay_the_same_and_duplicates_stay_together(tmp_path)
     records = [{"text": f"story {i % 200}"} for i in range(400)]
     path = write_jsonl(tmp_path / "f.jsonl", records)
     train, test = open_text(path, "train"), open_text(path, "test")
-    told = [{e.text for e in part.examples} for part in (train, test)]
-    assert not told[0] & told[1]
-    assert told[0] | told[1] == {r["text"] for r in records}
+    texts = [{e.text for e in part.examples} for part in (train, test)]
+    assert not texts[0] & texts[1]
+    assert texts[0] | texts[1] == {r["text"] for r in records}
     assert len(train) + len(test) == 400
     assert 20 <= len(test) <= 70  # 10 % of 200 stories, each twice
     # A story keeps its side whatever else is added, and wherever it is.
     more = write_jsonl(tmp_path / "more.jsonl", [{"text": "new"}, *records[::-1]])
-    assert {e.text for e in open_text(more, "test").examples} - {"new"} == told[1]
+    assert {e.text for e in open_text(more, "test").examples} - {"new"} == texts[1]
     half = open_text(path, "test", held_out=0.5)
-    assert told[1] < {e.text for e in half.examples}
+    assert texts[1] < {e.text for e in half.examples}
 
 
 def test_what_is_held_out_can_be_left_out(tmp_path):
@@ -263,8 +263,8 @@ def test_hugging_face_that_cannot_be_opened(monkeypatch):
 def test_real_text(shared_data):
     text = shared_data / "text"
     stories = open_text(text / "tinystories_train.jsonl", "train")
-    told = open_text(text / "tinystories_train.jsonl", "test")
-    assert (len(stories), len(told)) == (854, 95)
+    held_out = open_text(text / "tinystories_train.jsonl", "test")
+    assert (len(stories), len(held_out)) == (854, 95)
     assert not stories.left_out
     plays = open_text(text / "tinyshakespeare.txt", "all")
     assert plays.left_out == () and len(plays) > 100

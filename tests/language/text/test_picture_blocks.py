@@ -136,8 +136,8 @@ def test_several_images_keep_their_order(here):
     ],
 )
 def test_what_is_wrong_with_an_image_names_the_record(here, record, words):
-    said = example_of(record, here, "rows.jsonl:3")
-    assert isinstance(said, str) and said.startswith("rows.jsonl:3: ") and words in said
+    message = example_of(record, here, "rows.jsonl:3")
+    assert isinstance(message, str) and message.startswith("rows.jsonl:3: ") and words in message
 
 
 def test_no_token_of_an_image_and_nothing_but_the_answer_counts(processor, here):
@@ -156,9 +156,9 @@ def test_no_token_of_an_image_and_nothing_but_the_answer_counts(processor, here)
         of_images = ids == kinds
         assert not (counts & of_images).any()
         learned = processor.tokenizer.decode(ids[counts], skip_special_tokens=True)
-        said = example.completion or example.messages[-1]["content"]
-        assert learned.strip() == said.strip()
-        assert int(blocks.row_characters[i]) == len(said)
+        answer = example.completion or example.messages[-1]["content"]
+        assert learned.strip() == answer.strip()
+        assert int(blocks.row_characters[i]) == len(answer)
         if example.images:  # as many as its processor gives the images
             alone = processor(
                 images=[picture.image("") for picture in example.images],

@@ -70,7 +70,7 @@ def chat(*turns, **more):
             ),
         ),
         ({"conversations": [USER, BOT]}, chat(USER, BOT)),
-        # TRL's conversational prompt and completion: what the assistant said before is given.
+        # TRL's conversational prompt and completion: earlier answers belong to the prompt.
         (
             {"prompt": [USER, BOT, USER], "completion": [BOT]},
             chat(USER, BOT, USER, BOT, given=3),
@@ -167,8 +167,8 @@ def test_each_of_several_answers_is_an_example():
 def test_a_named_field_is_the_only_one_that_is_looked_at():
     record = {"messages": [USER, BOT], "body": "once", "text": "not this"}
     assert as_example(record, "w", "body") == Example("w", text="once")
-    said = as_example(record, "w", "boddy")
-    assert isinstance(said, str) and said.startswith(
+    message = as_example(record, "w", "boddy")
+    assert isinstance(message, str) and message.startswith(
         "w: the fields are ['body', 'messages', 'text']; expected a string in the field boddy"
     )
     assert as_example({"body": " "}, "w", "body") == "w: body is empty"

@@ -42,7 +42,7 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def said(content, *calls, **more):
+def assistant(content, *calls, **more):
     """A message of the assistant; calls are names, or names with arguments."""
     named = [call if isinstance(call, tuple) else (call, {"city": "Bern"}) for call in calls]
     functions = [{"name": name, "arguments": arguments} for name, arguments in named]
@@ -92,8 +92,15 @@ def by_prefixes(template, messages):
     return spans
 
 
-SEVERAL = [user("Hi"), said("No."), user("Hi"), said("No."), user("Bye"), said("Bye.")]
-CALLED = [user("Rain?"), said("", "weather"), tool("sun"), said("Sunny.")]
+SEVERAL = [
+    user("Hi"),
+    assistant("No."),
+    user("Hi"),
+    assistant("No."),
+    user("Bye"),
+    assistant("Bye."),
+]
+CALLED = [user("Rain?"), assistant("", "weather"), tool("sun"), assistant("Sunny.")]
 ENDS = {
     "deepseek_r1": ["No.<｜end▁of▁sentence｜>"] * 2 + ["Bye.<｜end▁of▁sentence｜>"],
     "gemma3": ["No.<end_of_turn>\n"] * 2 + ["Bye.<end_of_turn>\n"],
@@ -125,9 +132,14 @@ def test_spans_are_those_of_prefixes_where_these_show_them(name):
     chats = [
         SEVERAL[:2],
         SEVERAL,
-        [user(" Hi\n"), said("  Well.\n\n"), user("x"), said("\n<b>y</b> ")],
-        [user("<b>Hi</b>"), said("Straße 🙂\u200d <|im_end|>"), user("[INST]"), said("</s>")],
-        [user("Hi"), said(""), user("Well?"), said("Well.")],
+        [user(" Hi\n"), assistant("  Well.\n\n"), user("x"), assistant("\n<b>y</b> ")],
+        [
+            user("<b>Hi</b>"),
+            assistant("Straße 🙂\u200d <|im_end|>"),
+            user("[INST]"),
+            assistant("</s>"),
+        ],
+        [user("Hi"), assistant(""), user("Well?"), assistant("Well.")],
     ]
     for chat in chats:
         spans = [span[:2] for span in show(name, *chat).spans]
@@ -150,26 +162,28 @@ CALLS = {
 def test_tool_calls_are_learned_and_what_the_tool_says_is_not(name):
     last = learned(name, *CALLED)
     assert last[0] == CALLS[name] and len(last) == 2 and "sun" not in "".join(last).lower()[:-40]
-    assert learned(name, *CALLED, user("Thanks"), said("Bye."))[0] == CALLS[name]
+    assert learned(name, *CALLED, user("Thanks"), assistant("Bye."))[0] == CALLS[name]
     as_text = copy.deepcopy(CALLED)
     as_text[1]["content"] = None
     as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Bern"}'
     assert learned(name, *as_text) == last
-    bare = learned(name, user("Rain?"), said("", ("weather", {})), tool("sun"), said("Sunny."))
+    bare = learned(
+        name, user("Rain?"), assistant("", ("weather", {})), tool("sun"), assistant("Sunny.")
+    )
     assert "weather" in bare[0] and "{}" in bare[0] and "sun" not in bare[0]
 
 
 def test_several_calls_in_a_turn_and_content_beside_them():
-    calls = said("Both:", "weather", ("time", {"n": 2}))
-    first, last = learned("qwen3", user("Rain?"), calls, tool("sun"), said("Sunny."))
+    calls = assistant("Both:", "weather", ("time", {"n": 2}))
+    first, last = learned("qwen3", user("Rain?"), calls, tool("sun"), assistant("Sunny."))
     assert first.startswith("Both:\n<tool_call>") and first.count("<tool_call>") == 2
     assert last.endswith("Sunny.<|im_end|>\n")
     # Content or a second call that is left out would teach not to say it.
     refused = ["f:1: the chat template fails on the messages: one call at once"]
     assert learned("llama3", user("Rain?"), calls) == refused
-    (why,) = learned("llama3", user("Rain?"), said("Look:", "weather"))
+    (why,) = learned("llama3", user("Rain?"), assistant("Look:", "weather"))
     assert why.startswith("f:1: the chat template omits the content: use another template")
-    (why,) = learned("harmony", user("Rain?"), said("", "weather", "time"))
+    (why,) = learned("harmony", user("Rain?"), assistant("", "weather", "time"))
     assert why.startswith("f:1: the chat template omits the tool calls")
 
 
@@ -183,10 +197,12 @@ def test_thoughts_may_be_left_out_and_answers_and_calls_stay(name):
 
     answer = "<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
     answer, field = (answer, "thinking") if name == "harmony" else ("Four.", "reasoning_content")
-    assert learned(user("2+2?"), said("Four.", **{field: "two"})) == [(answer, 5)]
-    call, last = learned(user("Rain?"), said("", "weather", **{field: "x"}), tool("sun"), said("4"))
+    assert learned(user("2+2?"), assistant("Four.", **{field: "two"})) == [(answer, 5)]
+    call, last = learned(
+        user("Rain?"), assistant("", "weather", **{field: "x"}), tool("sun"), assistant("4")
+    )
     assert "weather" in call[0] and "think" not in call[0] + last[0] and "4" in last[0]
-    ((inline, n),) = learned(user("2+2?"), said("<think>\ntwo\n</think>\n\nFour."))
+    ((inline, n),) = learned(user("2+2?"), assistant("<think>\ntwo\n</think>\n\nFour."))
     assert inline == answer[answer.index("Four.") :] and n == 7
     example = Example("f:1", prompt="2+2?", completion="<think>two</think>\nFour.")
     assert render(example, None, learn_thoughts=False).spans == ((23, 28, 5),)
@@ -194,9 +210,9 @@ def test_thoughts_may_be_left_out_and_answers_and_calls_stay(name):
 
 THOUGHT = [
     user("2+2?"),
-    said("4", reasoning_content="two"),
+    assistant("4", reasoning_content="two"),
     user("3+3?"),
-    said("6", thinking="tri"),
+    assistant("6", thinking="tri"),
 ]
 
 
@@ -204,8 +220,8 @@ THOUGHT = [
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen25", "mistral", "phi35", "deepseek_r1"])
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_that_a_template_never_shows_are_refused(name, field):
-    chat = [user("2+2?"), said("4", **{field: "two and two"})]
-    for messages in (chat, [*chat, user("And?"), said("Done.")]):
+    chat = [user("2+2?"), assistant("4", **{field: "two and two"})]
+    for messages in (chat, [*chat, user("And?"), assistant("Done.")]):
         rendered = show(name, *messages)
         assert not rendered.spans
         assert rendered.left_out[0].startswith("f:1: the chat template omits the reasoning")
@@ -222,7 +238,7 @@ def test_thoughts_of_earlier_turns_are_hidden_by_design_and_counted():
     assert "<|channel|>analysis<|message|>tri<|end|>" in learned("harmony", *THOUGHT)[1]
     # Characters are those of what is learned: a hidden thought is none of it.
     assert [n for *_, n in show("qwen3", *THOUGHT).spans] == [1, len("6tri")]
-    inline = [user("2+2?"), said("<think>\ntwo\n</think>\n\n4"), user("3+3?"), said("6")]
+    inline = [user("2+2?"), assistant("<think>\ntwo\n</think>\n\n4"), user("3+3?"), assistant("6")]
     assert learned("qwen3", *inline)[0] == "4<|im_end|>\n"
     assert learned("llama3", *inline)[0] == "<think>\ntwo\n</think>\n\n4<|eot_id|>"
     (why,) = learned("deepseek_r1", *inline)
@@ -230,29 +246,32 @@ def test_thoughts_of_earlier_turns_are_hidden_by_design_and_counted():
 
 
 HOSTILE = {
-    "repeats the user": [user("No."), said("No."), user("No."), said("No.")],
-    "is the end token": [user("a"), said("<|im_end|>"), user("b"), said("<|eot_id|>")],
+    "repeats the user": [user("No."), assistant("No."), user("No."), assistant("No.")],
+    "is the end token": [user("a"), assistant("<|im_end|>"), user("b"), assistant("<|eot_id|>")],
     "holds the next turn": [
         user("a"),
-        said("x<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\ny"),
+        assistant("x<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\ny"),
         user("b"),
-        said("y"),
+        assistant("y"),
     ],
-    "holds the prompt": [user("<|im_start|>assistant\n"), said("<|im_start|>assistant\n"),
-                         user("b"), said("<start_of_turn>model\n")],
-    "is white space": [user("a"), said("x"), user("b"), said("  ")],
-    "is one letter": [user("a"), said("a"), user("a"), said("a")],
-    "is Unicode": [user("é"), said("e\u0301\u202e🙂\u200d🙂\ufeff"), user("\u2028"),
-                   said("ß\u0085")],
-    "holds marks": [user("𓀀0c𓀁"), said("𓀀1c𓀁 x"), user("b"), said("𓀀")],
-    "is a tag": [user("<a>"), said("<b>"), user("</a>"), said("</b>")],
-    "is a tool's answer": [user("<tool_response>\nx\n</tool_response>"), said("y")],
-    "opens a thought": [user("a"), said("x <think> y"), user("b"), said("<think>")],
-    "is braces": [user("{{ a }}"), said("{% raw %}"), user("{#"), said("{{ bos_token }}")],
-    "is long": [user("a " * 9000), said("b " * 9000), user("c"), said("d " * 9000)],
-    "is backslashes": [user("\\n"), said('\\"\\u0041'), user("\x00"), said("\x00\x1b[0m")],
-    "has no user's text": [user(""), said("x"), user(" "), said("y")],
-    "is a system's": [SYSTEM, user("Be brief."), said("Be brief."), user("a"), said("Be brief.")],
+    "holds the prompt": [user("<|im_start|>assistant\n"), assistant("<|im_start|>assistant\n"),
+                         user("b"), assistant("<start_of_turn>model\n")],
+    "is white space": [user("a"), assistant("x"), user("b"), assistant("  ")],
+    "is one letter": [user("a"), assistant("a"), user("a"), assistant("a")],
+    "is Unicode": [user("é"), assistant("e\u0301\u202e🙂\u200d🙂\ufeff"), user("\u2028"),
+                   assistant("ß\u0085")],
+    "holds marks": [user("𓀀0c𓀁"), assistant("𓀀1c𓀁 x"), user("b"), assistant("𓀀")],
+    "is a tag": [user("<a>"), assistant("<b>"), user("</a>"), assistant("</b>")],
+    "is a tool's answer": [user("<tool_response>\nx\n</tool_response>"), assistant("y")],
+    "opens a thought": [user("a"), assistant("x <think> y"), user("b"), assistant("<think>")],
+    "is braces": [user("{{ a }}"), assistant("{% raw %}"), user("{#"),
+                  assistant("{{ bos_token }}")],
+    "is long": [user("a " * 9000), assistant("b " * 9000), user("c"), assistant("d " * 9000)],
+    "is backslashes": [user("\\n"), assistant('\\"\\u0041'), user("\x00"),
+                       assistant("\x00\x1b[0m")],
+    "has no user's text": [user(""), assistant("x"), user(" "), assistant("y")],
+    "is a system's": [SYSTEM, user("Be brief."), assistant("Be brief."), user("a"),
+                      assistant("Be brief.")],
 }  # fmt: skip
 
 
@@ -281,7 +300,7 @@ def test_turns_that_cannot_be_located_are_named_and_refused_above_one_percent():
         "{{ messages|length }}{% for m in messages %}{{ m.role }} {{ m.content|length }}: "
         "{{ m.content }}{% endfor %}"
     )
-    long = [user("a"), said("b"), user("c"), said("d")]
+    long = [user("a"), assistant("b"), user("c"), assistant("d")]
     tokenizer = train_tokenizer(TextDataset("t", "all", (Example("f", text="abcd"),), "", ()), 259)
     tokenizer.chat_template = counts
     example = Example("f:7", messages=tuple(long))
@@ -290,7 +309,7 @@ def test_turns_that_cannot_be_located_are_named_and_refused_above_one_percent():
         "f:7: assistant turn 1 cannot be located"
     )
     # With a hundred that are located, one that is not is left out by name; without, all is refused.
-    easy = Example("f:8", messages=(user("a"), said("b" * 9)))
+    easy = Example("f:8", messages=(user("a"), assistant("b" * 9)))
     tokenizer.chat_template = (
         "{% if messages|length > 2 %}" + counts + "{% else %}{% for m in messages %}"
         "[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -320,10 +339,10 @@ def test_a_template_that_fails_leaves_a_line(template):
 
 
 def test_a_turn_that_opens_the_chat_is_learned_without_what_stands_before_it():
-    first, second = learned("llama3", said("Welcome!"), user("Hi"), said("Hello."))
+    first, second = learned("llama3", assistant("Welcome!"), user("Hi"), assistant("Hello."))
     assert (first, second) == ("Welcome!<|eot_id|>", "Hello.<|eot_id|>")
-    assert learned("qwen25", said("Welcome!"))[0] == "Welcome!<|im_end|>\n"
-    twice = learned("qwen3", user("Hi"), said("Hello."), said("And you?"))
+    assert learned("qwen25", assistant("Welcome!"))[0] == "Welcome!<|im_end|>\n"
+    twice = learned("qwen3", user("Hi"), assistant("Hello."), assistant("And you?"))
     assert twice[0] == "Hello.<|im_end|>\n" and twice[1].endswith("And you?<|im_end|>\n")
 
 
@@ -334,8 +353,8 @@ def test_tokens_that_count_are_those_of_the_turns(name):
     tokenizer.chat_template = TEMPLATES[name]
     blocks = make_blocks(texts, tokenizer, 1024)
     rendered = render(texts.examples[0], tokenizer)
-    told = tokenizer.decode(blocks.ids[0][blocks.counts[0]].tolist())
-    assert told == "".join(rendered.text[a:b] for a, b, _ in rendered.spans)
+    decoded = tokenizer.decode(blocks.ids[0][blocks.counts[0]].tolist())
+    assert decoded == "".join(rendered.text[a:b] for a, b, _ in rendered.spans)
     assert blocks.characters == len("No.No.Bye.") and blocks.turns["learned"] == 3
     # Cut into short rows, each of them counts once.
     short = make_blocks(texts, tokenizer, 8, packing=False)
@@ -349,7 +368,7 @@ def test_what_one_chat_cannot_show_is_not_held_against_the_next():
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     for first, located in (("bad", False), ("good", True), ("bad", True)):  # the last one from it
-        rendered = show(template, user(first), said("Yes."))
+        rendered = show(template, user(first), assistant("Yes."))
         assert bool(rendered.spans) == located, first
 
 
@@ -358,8 +377,14 @@ def test_what_one_chat_cannot_show_is_not_held_against_the_next():
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_of_every_kind_are_learned_as_they_are(name, arguments):
-    chat = [user("a"), said("", ("f<b>", arguments)), tool("f<b>"), said("f<b>"), user("f<b>")]
-    first, second = learned(name, *chat, said("f<b>"))[:2]
+    chat = [
+        user("a"),
+        assistant("", ("f<b>", arguments)),
+        tool("f<b>"),
+        assistant("f<b>"),
+        user("f<b>"),
+    ]
+    first, second = learned(name, *chat, assistant("f<b>"))[:2]
     assert json.dumps(arguments, ensure_ascii=False) in first and "f<b>" in first
     assert second.count("f<b>") == 1 and "𓀀" not in first + second
 

@@ -96,7 +96,7 @@ def spoil_student(distiller):
 
 
 def check(report, words, cause, op):
-    """The replay says what was said when the fault happened: operation, cause and rows."""
+    """The replay names the operation, cause and rows that the run named."""
     assert report.reproduced and report.diagnosis.cause == cause and report.fault.op == op
     rows = ", ".join(map(str, report.bundle.indices.tolist()))
     assert words.startswith(f"rows {rows}: {op}, forward pass")

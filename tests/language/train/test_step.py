@@ -29,8 +29,8 @@ class Sick:
         self.teacher, self.sick = teacher, sick
 
     def __call__(self, batch, rows):
-        said = self.teacher(batch, rows)
-        logits = said.hidden @ said.weight.T
+        output = self.teacher(batch, rows)
+        logits = output.hidden @ output.weight.T
         if self.sick:
             logits[:, 5] = math.nan  # in every row
         return LogitsTeacher(logits)
@@ -238,8 +238,8 @@ def test_twenty_in_a_row_begin_again_and_twenty_more_end_the_run(tiny, teacher):
     with pytest.raises(TooFewHealthyParts, match="last 20 steps; the last good state was restored"):
         for _ in range(40):
             distiller.step([batch], 1e-2)
-    said = next(e for e in distiller.guard.events.events if e.stage == "escalation")
-    assert (said.step, said.reason) == (21, "20 bad steps in a row")
+    event = next(e for e in distiller.guard.events.events if e.stage == "escalation")
+    assert (event.step, event.reason) == (21, "20 bad steps in a row")
 
 
 # --- resume ---------------------------------------------------------------------------------------

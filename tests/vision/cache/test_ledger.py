@@ -70,12 +70,12 @@ def test_shares_one_after_the_other_give_the_bytes_of_one_writer(tmp_path, alone
 
 
 def test_shares_at_once_and_one_that_has_all_of_them_again(tmp_path, alone):
-    folder, told = tmp_path / "many", []
+    folder, published = tmp_path / "many", []
 
     def work(only):
         with writer(folder, only) as one:
             fill(one)
-            told.append(one.publish() is not None)
+            published.append(one.publish() is not None)
 
     shares = [slice(0, None, 3), slice(1, None, 3), slice(2, None, 3), slice(0, None, 1)]
     threads = [threading.Thread(target=work, args=(only,)) for only in shares]
@@ -83,7 +83,7 @@ def test_shares_at_once_and_one_that_has_all_of_them_again(tmp_path, alone):
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert len(told) == 4 and any(told)
+    assert len(published) == 4 and any(published)
     assert content(folder) == alone
 
 

@@ -125,9 +125,9 @@ def test_fashion_mnist_from_the_original_archives(shared_data, tmp_path):
 def test_a_missing_set_is_one_line_with_the_way_on(tmp_path, name):
     with pytest.raises(DatasetUnavailable) as error:
         open_dataset(name, "train", root=tmp_path)
-    said = str(error.value)
-    assert "\n" not in said and str(tmp_path) in said and name in said
-    assert ("ILSVRC2012" if name == "imagenet" else "--download") in said
+    message = str(error.value)
+    assert "\n" not in message and str(tmp_path) in message and name in message
+    assert ("ILSVRC2012" if name == "imagenet" else "--download") in message
     assert not list(tmp_path.rglob("*.t*gz*"))
 
 

@@ -58,7 +58,7 @@ def check_that_nothing_is_loaded(source: str, page: Reader) -> None:
 
 
 def write_and_read(folder: Path, write=write_report, **options) -> tuple[str, Reader]:
-    """Write the report, of a clustering run if not said otherwise; return source and page."""
+    """Write the report, by default of a clustering run; return source and page."""
     path = write(folder, **options)
     assert path == folder / "report.html"
     page = path.read_text(encoding="utf-8")

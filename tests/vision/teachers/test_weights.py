@@ -53,7 +53,7 @@ def prefixed(prefix, state):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "said"),
+    ("wrap", "message"),
     [
         (lambda good, other: good, ""),
         (lambda good, other: prefixed("module", good), "module is removed"),
@@ -96,13 +96,17 @@ def prefixed(prefix, state):
         ),
     ],
 )  # fmt: skip
-def test_known_wrappers_are_removed_and_named(wrap, said, caplog):
+def test_known_wrappers_are_removed_and_named(wrap, message, caplog):
     caplog.set_level(logging.INFO, "ssl_kd")
     good, other = net().state_dict(), net().state_dict()
     selected = select_weights(wrap(good, other), net().to("meta").state_dict(), "w.pth")
     assert selected.keys() == good.keys()
     assert all(torch.equal(selected[name], good[name]) for name in good)
-    assert [*map(str, caplog.messages)] == [] if not said else re.search(said, caplog.text.strip())
+    assert (
+        [*map(str, caplog.messages)] == []
+        if not message
+        else re.search(message, caplog.text.strip())
+    )
 
 
 def test_names_that_begin_like_a_wrapper_but_are_the_models_stay():
