@@ -131,7 +131,7 @@ class RankHeadsLearner(HeadsLearner):
     def __init__(self, ranks: HeadRanks, log_every: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.ranks, self._log_every = ranks, log_every
-        self.trainer.weigh = ranks.instance_weights
+        self.trainer.weigh_together = ranks.instance_weights
         self._write_events, self.on_events = self.on_events, self._collect
         self._unsent: list[Event] = []
         self._tallies: list[tuple[int, Tally]] = []

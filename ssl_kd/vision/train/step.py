@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -74,10 +74,14 @@ class HeadsState:
         """Return name -> tensor, without the guard's record."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "health"}
 
+    def judged(self) -> dict[str, Tensor]:
+        """Return name -> tensor of what a skipped step changes: the loss scale and the record."""
+        health = {f"health.{name}": value for name, value in self.health.tensors().items()}
+        return {"scale": self.scale} | health
+
     def tensors(self) -> dict[str, Tensor]:
         """Return name -> tensor, for a checkpoint."""
-        health = {f"health.{name}": value for name, value in self.health.tensors().items()}
-        return self.owned() | health
+        return self.owned() | self.judged()
 
     def rows(self, rows: slice) -> HeadsState:
         """Return the state of some heads; its tensors share memory with this state."""
@@ -99,10 +103,11 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
     return [slice(start, min(start + size, n_heads)) for start in range(0, n_heads, size)]
 
 
-def runs_of(by_loss: Tensor) -> list[slice]:
-    """Return the runs of consecutive heads that have the same value in `by_loss` `[head]`."""
+def runs_of(by_loss: Tensor) -> list[tuple[slice, bool]]:
+    """Return the runs of consecutive heads with one value in `by_loss` `[head]`, and this value."""
     changes = (by_loss[1:] != by_loss[:-1]).nonzero().flatten().add(1).tolist()
-    return [slice(*bounds) for bounds in itertools.pairwise([0, *changes, len(by_loss)])]
+    bounds = itertools.pairwise([0, *changes, len(by_loss)])
+    return [(slice(start, stop), bool(by_loss[start])) for start, stop in bounds]
 
 
 def keep_freed_memory() -> None:
@@ -115,6 +120,15 @@ def keep_freed_memory() -> None:
 
 
 @dataclass
+class Targets:
+    """What the students of some heads learn from a batch."""
+
+    of_runs: list[Tensor]  # `[head or 1, view, batch, cluster]`, one for each of `runs_of`
+    marginal: Tensor  # `[head, cluster]`, the running marginal including this batch
+    agreement: Tensor  # `[head, batch]`, of the teacher's views; NaN where targets are fixed
+
+
+@dataclass
 class HeadsStep:
     """The result of a step."""
 
@@ -123,7 +137,7 @@ class HeadsStep:
     stage: Tensor  # `[head]` int8, the `Stage` of the head's fault
     bad: Tensor  # `[view, batch]`, samples that are not finite, left out of every view
     smoothed: Tensor  # `[head]`, whether a cluster's running marginal was exactly 0
-    before: dict[str, Tensor]  # `[head]`, scale and health before, as in `HeadsState.tensors`
+    before: dict[str, Tensor]  # `[head]`, scale and health before, as in `HeadsState.judged`
 
 
 class HeadTrainer:
@@ -143,8 +157,8 @@ class HeadTrainer:
         thresholds: Thresholds | None = None,
     ) -> None:
         # With INSTANCE_WEIGHT `mean`: agreements `[head, batch]` -> weights `[1, batch]`
-        self.weigh: Callable[[Tensor], Tensor | None]
-        self.weigh = functools.partial(losses.instance_weights, how="mean")
+        self.weigh_together: Callable[[Tensor], Tensor | None]
+        self.weigh_together = functools.partial(losses.instance_weights, how="mean")
         self.bank, self.settings, self.precision = bank, heads, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(heads.loss, vars(heads))
@@ -213,6 +227,10 @@ class HeadTrainer:
         is not written. The last good state is saved at some values of `step`. Heads that are not
         `by_loss` need `fixed_targets`, int64 `[head or 1, view, batch]`: they learn the cluster of
         each view from the other views. Those of other heads are not read.
+
+        References:
+            Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
+            BMVC 2023, section 3.
         """
         if fixed_targets is None and not self.by_loss.all():
             number = int((~self.by_loss).sum())
@@ -220,60 +238,58 @@ class HeadTrainer:
                 f"fixed_targets is None, but {number} of {len(self.by_loss)} heads learn fixed "
                 "targets: pass int64 [head or 1, view, batch], or set by_loss to True"
             )
-        if step is not None and step % SNAPSHOT_EVERY:
-            step = None  # no snapshot
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
-        good = good_samples(bad, in_place=self.precision.device.type == "cuda")
-        views = self._on_device(views, good)
-        if fixed_targets is not None:
-            kept = slice(None) if good is None else good.to(fixed_targets.device)
-            fixed_targets = to_device_async(fixed_targets[..., kept], self.precision.device)
+        views, fixed_targets = self._on_device(bad, views, fixed_targets)
         smoothed = self.objective.smoothed(self.state.marginal)
-        remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
-        before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
+        before = {name: tensor.clone() for name, tensor in self.state.judged().items()}
+        takes_snapshot = step is not None and step % SNAPSHOT_EVERY == 0
 
-        n_views, batch, _ = views.shape
-        floats = n_views * batch * self.bank.width + self.bank.n_parameters
-        chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
-        teachers: Iterator | list = (self._targets(rows, views, fixed_targets) for rows in chunks)
-        shared = None
-        weighting = self.settings.instance_weight
-        if weighting == "mean":  # needs every teacher before any student
-            teachers = list(teachers)
-            agreements = torch.cat([t[2] for t in teachers])
-            agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
-            shared = self.weigh(agreements)
+        def targets_of(chunk: slice) -> Targets:
+            return self._targets(chunk, views, fixed_targets)
+
+        def learn(chunk: slice, targets: Targets, weights: Tensor | None) -> tuple[Tensor, ...]:
+            gradient, loss = self._gradient(chunk, views, targets, weights)
+            snapshot_at = step if takes_snapshot else None
+            return self._update(chunk, gradient, loss, targets.marginal, learning_rate, snapshot_at)
 
         results = []
-        for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
-            parameters = {
-                name: value.detach().requires_grad_()
-                for name, value in self.bank.unflatten(self.state.student[rows]).items()
-            }
-            own = weighting == "own"
-            weights = losses.instance_weights(agreements, "own") if own else shared
-            logits = self._logits(parameters, views, True)
-            # Sums depend on the memory layout, which must not depend on what other heads learn.
-            logits.register_hook(functools.partial(with_strides, strides=logits.stride()))
-            loss = self._loss(rows, logits, targets, marginal, weights)
-            gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
-                (loss * self.state.scale[rows]).sum(),
-                list(parameters.values()),
-                materialize_grads=True,
-            )
-            gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
-            loss = loss.detach()
-            results.append(self._update(rows, gradient, loss, marginal, learning_rate, step))
+        chunks = self._chunks(views)
+        weighting = self.settings.instance_weight
+        if weighting == "mean":  # of all heads, so every teacher answers before a student learns
+            targets = [targets_of(chunk) for chunk in chunks]
+            weights = self._shared_weights(targets)
+            for chunk, of_chunk in zip(chunks, targets, strict=True):
+                results.append(learn(chunk, of_chunk, weights))
+        else:
+            for chunk in chunks:
+                of_chunk, weights = targets_of(chunk), None
+                if weighting == "own":
+                    weights = losses.instance_weights(of_chunk.agreement, "own")
+                results.append(learn(chunk, of_chunk, weights))
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
         return HeadsStep(loss, norm, stage, bad, smoothed, before)
 
-    def _on_device(self, samples: Tensor, good: Tensor | None) -> Tensor:
-        """Move the good samples of `[view, batch, ...]` to the device; all of them if None."""
+    def _on_device(
+        self, bad: Tensor, views: Tensor, fixed_targets: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Move views and targets of the samples that are good in every view to the device."""
+        device = self.precision.device
+        good = good_samples(bad, in_place=device.type == "cuda")
         if good is not None:
-            samples = samples[:, good.to(samples.device)]
-        return to_device_async(samples, self.precision.device)
+            views = views[:, good.to(views.device)]
+        if fixed_targets is not None:
+            if good is not None:
+                fixed_targets = fixed_targets[..., good.to(fixed_targets.device)]
+            fixed_targets = to_device_async(fixed_targets, device)
+        return to_device_async(views, device), fixed_targets
+
+    def _chunks(self, views: Tensor) -> list[slice]:
+        """Split the heads into chunks that fit into the cache or the GPU's memory together."""
+        n_views, batch, _ = views.shape
+        floats = n_views * batch * self.bank.width + self.bank.n_parameters
+        return head_chunks(self.bank.n_heads, 4 * floats, views.device)
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
         with self.precision.autocast():
@@ -281,74 +297,91 @@ class HeadTrainer:
         return logits.unflatten(1, views.shape[:2])
 
     @torch.no_grad()
-    def _targets(
-        self, rows: slice, views: Tensor, fixed_targets: Tensor | None
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return the targets of each run of heads, new marginals, and agreements `[head, batch]`.
-
-        Targets are `[head or 1, view, batch, cluster]`; agreements are NaN for fixed targets.
-        """
-        marginal = self.state.marginal[rows].clone()
-        agreements = marginal.new_full((len(marginal), views.shape[1]), torch.nan)
-        logits = marginal.new_empty(len(marginal))
-        if self.by_loss[rows].any():
-            logits = self._logits(self.bank.unflatten(self.state.teacher[rows]), views, False)
-        targets = []
-        for run in runs_of(self.by_loss[rows]):
-            if not self.by_loss[rows][run.start]:
+    def _targets(self, chunk: slice, views: Tensor, fixed_targets: Tensor | None) -> Targets:
+        """Return what the students of a chunk of heads learn from a batch."""
+        runs = runs_of(self.by_loss[chunk])
+        marginal = self.state.marginal[chunk].clone()
+        agreement = marginal.new_full((len(marginal), views.shape[1]), torch.nan)
+        teacher_logits = None
+        if any(by_loss for _, by_loss in runs):
+            teachers = self.bank.unflatten(self.state.teacher[chunk])
+            teacher_logits = self._logits(teachers, views, training=False)
+        of_runs = []
+        for run, by_loss in runs:
+            if by_loss:
+                assert teacher_logits is not None
+                # q_t(c | x), and its mean over the batch, towards which the marginal pi moves
+                targets, of_batch = self.objective.targets(teacher_logits[run], marginal[run])
+                marginal[run] = torch.lerp(marginal[run], of_batch, 1 - MARGINAL_MOMENTUM)
+                if self.settings.instance_weight != "none":
+                    log_probs = self.objective.log_probabilities(targets)
+                    agreement[run] = losses.agreement(log_probs)  # equation 8
+            else:
                 assert fixed_targets is not None
-                own = fixed_targets if len(fixed_targets) == 1 else fixed_targets[rows][run]
-                targets.append(functional.one_hot(own, self.n_clusters).float())
-                continue
-            of_run, latest = self.objective.targets(logits[run], marginal[run])
-            if self.settings.instance_weight != "none":
-                log_probs = self.objective.log_probabilities(of_run)
-                agreements[run] = losses.agreement(log_probs)
-            marginal[run] = torch.lerp(marginal[run], latest, 1 - MARGINAL_MOMENTUM)
-            targets.append(of_run)
-        return targets, marginal, agreements
+                clusters = fixed_targets if len(fixed_targets) == 1 else fixed_targets[chunk][run]
+                targets = functional.one_hot(clusters, self.n_clusters).float()
+            of_runs.append(targets)
+        return Targets(of_runs, marginal, agreement)
+
+    def _shared_weights(self, targets: list[Targets]) -> Tensor | None:
+        """Return weights `[1, batch]` by the mean agreement of all heads that are not retired."""
+        agreement = torch.cat([of_chunk.agreement for of_chunk in targets])
+        agreement.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
+        return self.weigh_together(agreement)
+
+    def _gradient(
+        self, chunk: slice, views: Tensor, targets: Targets, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient `[head, parameter]` of the scaled losses, and the losses `[head]`."""
+        students = {
+            name: value.detach().requires_grad_()
+            for name, value in self.bank.unflatten(self.state.student[chunk]).items()
+        }
+        logits = self._logits(students, views, training=True)
+        # Sums depend on the memory layout, which must not depend on what other heads learn.
+        logits.register_hook(functools.partial(with_strides, strides=logits.stride()))
+        loss = self._loss(chunk, logits, targets, weights)
+        gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
+            (loss * self.state.scale[chunk]).sum(), list(students.values()), materialize_grads=True
+        )
+        return torch.cat([g.flatten(1) for g in gradients], dim=1), loss.detach()
 
     def _loss(
-        self,
-        rows: slice,
-        logits: Tensor,
-        targets: list[Tensor],
-        marginal: Tensor,
-        weights: Tensor | None,
+        self, chunk: slice, logits: Tensor, targets: Targets, weights: Tensor | None
     ) -> Tensor:
         """Return the loss `[head]` of students' logits, by LOSS or by cross-entropy."""
-        by_loss = self.by_loss[rows]
-        runs = runs_of(by_loss)
-        pieces = logits.split([run.stop - run.start for run in runs])
+        runs = runs_of(self.by_loss[chunk])
+        pieces = logits.split([run.stop - run.start for run, _ in runs])
         of_runs = []
-        for run, of_run, wanted in zip(runs, pieces, targets, strict=True):
-            if by_loss[run.start]:
+        for (run, by_loss), piece, wanted in zip(runs, pieces, targets.of_runs, strict=True):
+            marginal = targets.marginal[run]
+            if by_loss:  # LOSS temi: equations 7 and 9
                 own = weights if weights is None or len(weights) == 1 else weights[run]
-                of_runs.append(self.objective.loss(of_run, wanted, marginal[run], own))
+                of_runs.append(self.objective.loss(piece, wanted, marginal, own))
             else:
-                of_runs.append(self._fixed.loss(of_run, wanted, marginal[run], None))
+                of_runs.append(self._fixed.loss(piece, wanted, marginal, None))
         return torch.cat(of_runs)
 
     @torch.no_grad()
     def _update(
         self,
-        rows: slice,
+        chunk: slice,
         gradient: Tensor,
         loss: Tensor,
         marginal: Tensor,
         learning_rate: float,
-        step: int | None,
+        snapshot_at: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Clip `[head, parameter]` gradients, update healthy heads; return loss, norm and stage."""
-        state = self.state.rows(rows)
+        state = self.state.rows(chunk)
         norm = part_norms(gradient) / state.scale
         scale = state.scale if self.precision.scale else None
         stage = Observation(state.health, loss, norm, self.thresholds, scale).stage()
         unsound = ~torch.isfinite(marginal).all(1) & ~state.health.retired
         stage = stage.masked_fill(unsound, int(OwnStage.TEACHER))
         healthy = is_healthy(stage)
-        if step is not None:
-            self._rows.snapshot(rows, healthy, step)
+        if snapshot_at is not None:
+            self._rows.snapshot(chunk, healthy, snapshot_at)
         factors = clip_factors(norm, self.settings.clip_grad) / state.scale
         gradient.mul_(factors.unsqueeze(1))
         owned = state.owned()
@@ -363,7 +396,7 @@ class HeadTrainer:
                 learning_rate=learning_rate,
                 weight_decay=self.decay,
             )
-            state.teacher.lerp_(state.student, 1 - EMA_MOMENTUM)
+            state.teacher.lerp_(state.student, 1 - EMA_MOMENTUM)  # the teacher follows the student
             state.marginal.copy_(marginal)
             memory = torch.where(state.updates > 1, 0.98, 0.0)
             state.loss.copy_(torch.lerp(loss, state.loss, memory))
