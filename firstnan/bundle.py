@@ -1,13 +1,13 @@
 """Save what a bad forward pass needs to be run again elsewhere, and run it again there.
 
-A bundle is one safetensors file, which other tools can inspect; reading it executes no code. It
-holds rows of the training data.
+A bundle is one file (`firstnan.bundle_file`). It holds rows of the training data. Bundles of other
+kinds, such as a training step of ssl_kd, are shown here; their report names the command that runs
+them again.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -16,36 +16,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
+from firstnan.bundle_file import DTYPES, BundleError, damaged, pack, unpack
+from firstnan.errors import BAD_INPUT, FAILED, OK
 from firstnan.watch import Call, Finding, Watch, inner_of
 
-_TYPES = "complex128 complex64 float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
-_DTYPES = {x: getattr(torch, x) for x in [*_TYPES.split(), "float8_e4m3fn", "float8_e5m2"]}
+KIND = "a forward pass"
 _TEXTS = ("contains", "report", "finding", "module", "path")
 _KINDS = {"step": int, "training": list, "args": list, "kwargs": dict}
 _KINDS |= {"autocast": torch.dtype | None}
-
-
-class BundleError(UserError):
-    """A bundle cannot be made or read, or does not fit the model."""
-
-    exit_code = BAD_INPUT
-
-
-def library() -> ModuleType:
-    """Return safetensors, which nothing but bundles needs."""
-    try:
-        import numpy  # noqa: F401  # for safetensors.torch, which does not require it
-        import safetensors.torch
-    except ImportError as error:
-        raise BundleError(f"a bundle needs: pip install safetensors numpy ({error})") from error
-    return safetensors
 
 
 def save(path: Path, watch: Watch, finding: Finding) -> str:
@@ -80,17 +63,13 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         BundleError: there is no such file, it is damaged, or it is no bundle.
     """
-    if not path.is_file():
-        folder, what = (path, "a folder") if path.is_dir() else (path.parent, "not a file")
-        names = ", ".join(sorted(x.name for x in folder.glob("*.safetensors"))) or "none"
-        raise BundleError(f"{path} is {what}, expected a bundle; bundles in {folder}: {names}")
-    safe_open = library().safe_open
+    texts, tensors = unpack(path)
+    if texts.get("kind") != KIND:
+        raise BundleError(f"{path} holds {texts.get('kind', 'no pass')!r:.80}, expected {KIND!r}")
     try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return _decoded(file.metadata() or {}, tensors)
+        return _decoded(texts, tensors)
     except Exception as error:  # whatever a hostile file raises
-        raise BundleError(f"{path} is damaged, or is no bundle: {error!r}") from error
+        raise damaged(path, error) from error
 
 
 def replay(bundle: Mapping[str, Any], model: nn.Module) -> Finding | None:
@@ -129,11 +108,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", help="MODULE:CALLABLE that returns the model, such as net:Net")
     options = parser.parse_args(arguments)
     try:
-        bundle = read(options.bundle)
-        text = f"contains   {bundle['contains']}\n{bundle['report']}"
+        texts, _ = unpack(options.bundle)
+        text = f"contains   {texts.get('contains')}\n{texts.get('report')}"
         print("".join(x if x.isprintable() or x == "\n" else "?" for x in text))
         if options.model is None:
             return OK
+        bundle = read(options.bundle)
         finding = replay(bundle, _model_of(options.model))
     except (BundleError, OSError) as error:
         print(error, file=sys.stderr)
@@ -213,7 +193,7 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
                 what = f"dict with the key {bad[0]!r}, expected strings"
                 raise BundleError(f"a bundle cannot hold a {what}")
             return {key: plain(x) for key, x in value.items()}
-        if isinstance(value, torch.dtype) and value in _DTYPES.values():
+        if isinstance(value, torch.dtype) and value in DTYPES.values():
             return {"torch.dtype": str(value).removeprefix("torch.")}
         if isinstance(value, Tensor):
             tensors[name := f"input {len(tensors)}"] = value
@@ -229,6 +209,7 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
         "autocast": next((plain(kind) for kind, is_on in call.autocast.values() if is_on), None),
     }
     about = {
+        "kind": KIND,
         "contains": f"rows of the training data as they enter {finding.module or 'the model'}, the "
         "gradients at its outputs, its weights, the random state, and names of source files",
         "report": str(finding),
@@ -236,32 +217,17 @@ def _encoded(module: nn.Module, call: Call, path: str, finding: Finding) -> byte
         "module": finding.module or "",
         "path": path,
         "call": json.dumps(entries),
-        "complex": "\n".join(name for name, x in tensors.items() if x.is_complex()),
     }
-    for name, x in tensors.items():
-        if x.layout != torch.strided or x.dtype not in _DTYPES.values():
-            raise BundleError(f"a bundle cannot hold {name}, which is {x.dtype}, {x.layout}")
-        # Copied, because safetensors refuses tensors that share memory.
-        x = x.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
-        tensors[name] = torch.view_as_real(x) if x.is_complex() else x
-    return library().torch.save(tensors, about | {"sha256": _digest(about, tensors)})
+    return pack(about, tensors)
 
 
 def _decoded(about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Check the hash of a file and the type of each entry, and return what it holds."""
-    if about.pop("sha256") != _digest(about, tensors):
-        raise ValueError("its bytes are not those that its hash was made of")
-    for name, x in tensors.items():
-        if x.dtype == torch.bool:  # a byte other than 0 and 1 would be undefined behavior
-            tensors[name] = x.view(torch.uint8) != 0
-    for name in about.get("complex", "").splitlines():
-        # A copy, because its address in the file may not be aligned to a complex number.
-        tensors[name] = torch.view_as_complex(tensors[name].clone())
+    """Check the type of each entry of a file, and return what the file holds."""
 
     def value(entry: dict[str, Any]) -> object:
         if "torch.Tensor" in entry:
             return tensors[entry["torch.Tensor"]].requires_grad_(entry["grad"])
-        return _DTYPES[entry["torch.dtype"]] if "torch.dtype" in entry else entry
+        return DTYPES[entry["torch.dtype"]] if "torch.dtype" in entry else entry
 
     def named(kind: str) -> dict[str, Tensor]:
         return {x.removeprefix(kind): tensors[x] for x in tensors if x.startswith(kind)}
@@ -283,12 +249,3 @@ def _decoded(about: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Any
     weights = {name: x.requires_grad_() for name, x in named("weight ").items()} | named("frozen ")
     facts = {"step": entries["step"], "training": training, "weights": weights, "call": call}
     return {key: about[key] for key in _TEXTS} | facts
-
-
-def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Return the hash of texts, and of the names, types, shapes and bytes of tensors."""
-    digest = hashlib.sha256(repr(sorted(about.items())).encode())
-    for name, x in sorted(tensors.items()):
-        digest.update(f"{name} {x.dtype} {[*x.shape]}".encode())
-        digest.update(x.flatten().view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-    return digest.hexdigest()

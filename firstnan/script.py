@@ -33,7 +33,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from firstnan.agreement import Agreement, several_ranks
-from firstnan.bundle import library, save
+from firstnan.bundle import save
+from firstnan.bundle_file import library
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
 from firstnan.hooks import nodes
 from firstnan.microscope import Microscope

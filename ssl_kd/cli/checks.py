@@ -70,7 +70,9 @@ def replay(argv: Sequence[str]) -> int:
     """
     parser = FlagParser(
         prog="ssl_kd replay",
-        epilog="No other class that the bundle names is imported, since an import executes code.",
+        epilog="No other class that the bundle names is imported, since an import executes code. "
+        "Bundles of `python -m firstnan --bundle` are shown, and run again by `python -m firstnan "
+        "replay BUNDLE --model MODULE:CALLABLE`.",
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="a file in the folder faults/ of a run")
     parser.add_argument("--head", metavar="CLASS", help="import path of your head")
@@ -79,8 +81,11 @@ def replay(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import open_screen
 
     open_screen()
-    from ssl_kd.core.runs.fault_bundle import load_bundle
+    from firstnan import bundle
+    from ssl_kd.core.runs.fault_bundle import kind_of, load_bundle
 
+    if kind_of(flags.bundle) == bundle.KIND:
+        return bundle.main([flags.bundle])
     recorded = load_bundle(flags.bundle).settings.get("replay")
     if isinstance(recorded, dict) and recorded.get("mode") == "language":
         from ssl_kd.language.train import replay as language

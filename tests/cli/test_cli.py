@@ -516,7 +516,7 @@ def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returne
         return report
 
     event = Event(0, "kd", "loss", "the loss is not finite", "cut out")
-    path = tmp_path / "b.pt"
+    path = tmp_path / "b.safetensors"
     save_bundle(path, Bundle(event, torch.arange(2), {}, {"replay": {"mode": mode}}))
     module = "ssl_kd.language.train" if mode == "language" else "ssl_kd.vision"
     monkeypatch.setattr(f"{module}.replay.replay", again)

@@ -214,7 +214,7 @@ def test_every_head_bad_stops_with_a_diagnosis_and_a_good_checkpoint(
     path = Path(sick.runs_dir) / "a"
     assert code == 3 and "LEARNING_RATE (now 0.004)" in line and "step 80" in line
     assert "test_nan_issues.py" in line and "the loss is not finite" in line
-    assert f"ssl_kd replay {path / 'faults' / 'head-0-step61.pt'}" in line
+    assert f"ssl_kd replay {path / 'faults' / 'head-0-step61.safetensors'}" in line
     assert not (path / "metrics.json").exists()
     last = events(path)[-1]
     assert (last["step"], last["part"], last["action"]) == (80, "run", "stopped")

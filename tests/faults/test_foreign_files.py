@@ -120,7 +120,7 @@ def bundle_file(path, **changes):
 @row(86)
 @pytest.mark.parametrize("what", ["head", "loss"])
 def test_a_class_that_a_bundle_names_is_not_imported(what, evil, tmp_path, capfd):
-    path = bundle_file(tmp_path / "b.pt", **{what: evil})
+    path = bundle_file(tmp_path / "b.safetensors", **{what: evil})
     assert cli.main(["replay", str(path)]) == 2
     assert f"If you trust it, use --{what} evil.Head" in one_line(capfd.readouterr().err)
     assert not (tmp_path / "model" / "trace").exists()
@@ -130,7 +130,7 @@ def test_a_class_that_a_bundle_names_is_not_imported(what, evil, tmp_path, capfd
 
 @row(86)
 def test_a_replay_imports_the_head_that_it_is_given(tmp_path, capfd):
-    path = bundle_file(tmp_path / "b.pt", head="lost.Head")
+    path = bundle_file(tmp_path / "b.safetensors", head="lost.Head")
     assert cli.main(["replay", "--head", OWN, str(path)]) == 1  # it runs and finds no fault
     assert "the same step is healthy" in capfd.readouterr().out
     assert cli.main(["replay", str(path), "--hed=x"]) == 2

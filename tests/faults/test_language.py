@@ -1024,6 +1024,6 @@ def test_a_gradient_that_is_not_finite_is_found_again(world, monkeypatch):
     monkeypatch.setattr(Distiller, "__init__", with_a_root)
     with contextlib.suppress(TooFewHealthyParts, NotFinite):
         run(world.settings(stop_after=1, run_name="a"))
-    report = replay(min((world.runs / "a" / "faults").glob("*.pt")))
+    report = replay(min((world.runs / "a" / "faults").glob("*.safetensors")))
     assert report.bundle.event.stage == "gradient" and report.fault.backward
     assert report.fault.op == "aten.div" and report.diagnosis.cause.value == "root of zero"

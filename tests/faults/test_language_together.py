@@ -87,7 +87,7 @@ def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
     assert metrics(folders[1])["learned_from"] == {"ce": 6, "kd": 5}
     found = next(event for event in together if event["stage"] == "replay")
     assert found["action"] == "explained" and "rows " in found["reason"]
-    assert len([*(folders[1] / "faults").glob("*.pt")]) == 1
+    assert len([*(folders[1] / "faults").glob("*.safetensors")]) == 1
 
 
 @row(104)

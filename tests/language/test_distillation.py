@@ -116,7 +116,7 @@ def test_a_fault_with_a_model_in_memory_says_why_it_cannot_be_replayed(here, tea
     monkeypatch.setattr(type(lm.model.model.norm), "forward", sick)
     pairs = (lm.model, lm.tokenizer), (own.model, own.tokenizer)
     done = ssl_kd.Distillation(*pairs, TEXTS, **FAST).run()
-    (bundle, *_) = sorted((done.path / "faults").glob("*.pt"))
+    (bundle, *_) = sorted((done.path / "faults").glob("*.safetensors"))
     with pytest.raises(InputError, match="was a model in memory"):
         replay(bundle)
 

@@ -306,7 +306,7 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     )
     student = folders("llava", seed=3)
     path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
-    report = replay(next((path / "faults").glob("kd-*.pt")))
+    report = replay(next((path / "faults").glob("kd-*.safetensors")))
     assert report.reproduced and "projector" in str(report)
 
 

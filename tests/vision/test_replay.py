@@ -18,6 +18,7 @@ from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train.learner import HeadFault
+from tests.bundles import rewrite
 
 DIM, BATCH, CLUSTERS = 6, 16, 4
 
@@ -79,10 +80,8 @@ def test_a_step_towards_fixed_targets_is_run_again_with_them(tmp_path):
     path = record(tmp_path, spoil, targets=targets)
     report = replay(path)
     assert report.reproduced and report.fault.poisoned.startswith("student weight")
-    content = torch.load(path)
     for wrong in (targets[..., :3], targets - 1, targets.float()):
-        content["tensors"]["given"] = wrong
-        torch.save(content, path)
+        rewrite(path, lambda content, wrong=wrong: content["tensors"].update(given=wrong))
         with pytest.raises(CorruptFileError, match="`given` is not int64"):
             replay(path)
 
@@ -155,7 +154,6 @@ def _without(*names):
         ("tensors", _without("views"), "views are not"),
         ("tensors", lambda t: t.update(views=t["views"][0]), "views are not"),
         ("tensors", lambda t: t.update(views=t["views"].double()), "views are not"),
-        ("tensors", lambda t: t.update(views=t["views"].to_sparse()), "views are not"),
         ("tensors", lambda t: t.update(views=t["views"][:, :0]), "views are not"),
         ("tensors", _without("marginal"), "marginal is not"),
         ("tensors", lambda t: t.update(marginal=t["marginal"][0]), "marginal is not"),
@@ -168,16 +166,13 @@ def _without(*names):
         ("settings", lambda s: s.update(head=3), "HEAD is 3"),
         ("settings", lambda s: s.update(beta="much"), "BETA is 'much'"),
         ("settings", _without("head", "beta"), "not those of this version: beta, head"),
-        ("settings", lambda s: s.update({4: 1}), "not those of this version: 4"),
+        ("settings", lambda s: s.update({"4": 1}), "not those of this version: 4"),
         ("", lambda c: c.update(indices=c["indices"][0]), "indices are not"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_a_bundle_that_holds_no_step_is_refused(tmp_path, where, change, words):
     path = record(tmp_path, lambda trainer, views: None)
-    content = torch.load(path)
-    change(content[where] if where else content)
-    torch.save(content, path)
+    rewrite(path, lambda content: change(content[where] if where else content))
     with pytest.raises((CorruptFileError, ValueError), match=words) as raised:
         replay(path)
     assert str(path) in str(raised.value)

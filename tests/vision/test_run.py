@@ -599,7 +599,7 @@ class Fragile(torch.nn.Linear):
 
 def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
     path = run(settings(head=f"{__name__}.Fragile", learning_rate=0.03, run_name="a"))
-    bundles = sorted(path.glob("faults/*.pt"))
+    bundles = sorted(path.glob("faults/*.safetensors"))
     skipped = [e for e in events(path) if e["action"] == "skipped"]
     first = {e["part"]: e["step"] for e in reversed(skipped)}
     expected = {f"{part.replace(' ', '-')}-step{step}.pt" for part, step in first.items()}

@@ -105,7 +105,7 @@ def _events_text(run: RunFiles) -> str:
     actions = Counter(re.split("[,:]", str(e.get("action", "noted")))[0] for e in run.events)
     n, n_parts = len(run.events), len({str(event.get("part")) for event in run.events})
     counts = ", ".join(f"{count:,} {name}" for name, count in actions.most_common())
-    bundles = sorted(run.path.glob("faults/*.pt"))
+    bundles = sorted(run.path.glob("faults/*.safetensors"))
     hint = f" To see the cause: ssl_kd replay {bundles[0]}" if bundles else ""
     plurals = "s" if n > 1 else "", "s" if n_parts > 1 else ""
     return f"{n:,} event{plurals[0]} on {n_parts} part{plurals[1]}: {counts}.{hint}"

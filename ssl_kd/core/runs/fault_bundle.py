@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from firstnan.bundle_file import BundleError, pack, unpack
 from firstnan.diagnosis import Diagnosis, report
 from firstnan.events import Event
 from firstnan.microscope import Fault
 from ssl_kd.core.errors import InputError
-from ssl_kd.core.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.core.files import CorruptFileError, atomic_write_bytes
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "float16", "bfloat16")
 """Data types in which a recorded step may have been computed."""
 
-_FORMAT, _FROM_ZERO = "ssl_kd flight recorder 3", "ssl_kd flight recorder 2"
-_KINDS = {"event": dict, "indices": Tensor, "tensors": dict, "settings": dict, "left_out": list}
+KIND = "a training step of ssl_kd"
+_STEP = {"event": dict, "settings": dict, "left_out": list}
 _EVENT = {"step": int, "part": str, "stage": str, "reason": str, "action": str}
 _EVENT |= {"value": float | int | None}
 _MOST = 8  # largest number of bundles per run
@@ -50,6 +53,8 @@ def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None
     """Write a bundle to a file atomically; above the limit, drop `views`, then the largest tensor.
 
     In the settings, NumPy numbers become Python numbers, and objects of other types become `str`.
+    The file can also be read by `firstnan.bundle_file.unpack` and shown by `python -m firstnan
+    replay`.
     """
     tensors = dict(bundle.tensors)
     first = sorted(tensors, key=lambda name: (name == "views", tensors[name].nbytes), reverse=True)
@@ -57,64 +62,89 @@ def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None
     while sum(tensor.nbytes for tensor in tensors.values()) > limit_mib * 2**20:
         left_out.append(first.pop(0))
         del tensors[left_out[-1]]
-    content = {
-        "format": _FORMAT,
-        "event": _plain(asdict(bundle.event)),
-        "indices": bundle.indices.detach().cpu(),
-        # Cloned: a view would bring the whole storage behind it into the file.
-        "tensors": {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()},
-        "settings": _plain(bundle.settings),
-        "left_out": left_out,
+    content = {f"tensor {name}": tensor for name, tensor in tensors.items()}
+    event = bundle.event
+    step = {"event": asdict(event), "settings": bundle.settings, "left_out": left_out}
+    texts = {
+        "kind": KIND,
+        "contains": "rows of the training data or their numbers, the weights before the step, the "
+        "settings of the run",
+        "report": f"{event.part}, step {event.step}: {event.reason}\n"
+        f"To run the step again: ssl_kd replay {path}",
+        "step": json.dumps(step, default=_plain),
     }
-    save_tensors(path, content)
+    atomic_write_bytes(path, pack(texts, {"indices": bundle.indices, **content}))
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to built-in types, so that loading the file executes no code."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner) for inner in value]
+    """Convert what JSON does not know: NumPy numbers, mappings, sets; anything else to `str`."""
     if isinstance(value, Integral):
         return int(value)
-    return float(value) if isinstance(value, Real) else str(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def kind_of(path: str | Path) -> str:
+    """Return what a bundle holds, such as `KIND` or `firstnan.bundle.KIND`.
+
+    Raises:
+        InputError: there is no such file, or it is not a bundle.
+        CorruptFileError: the file is damaged.
+    """
+    return _read(path)[0].get("kind", "nothing that is known")
 
 
 def load_bundle(path: str | Path) -> Bundle:
     """Read a bundle, and execute no code from the file.
 
-    Raises InputError if the file cannot be a bundle, and CorruptFileError if it is damaged.
+    Raises:
+        InputError: there is no such file, or it is not a bundle of a training step.
+        CorruptFileError: the file is damaged.
     """
-    with open(path, "rb") as file:
-        if (start := file.read(2)) and start != b"PK":  # torch writes a bundle as a zip file
-            raise InputError(
-                f"{path} is not a fault bundle. Expected one of the .pt files in a run's folder "
-                "faults"
-            )
-    content = load_tensors(path)
-    form = content.pop("format", None) if isinstance(content, dict) else None
-    if form not in (_FORMAT, _FROM_ZERO):
-        raise CorruptFileError(
-            f"{path} is not a fault bundle that this version of ssl_kd can read: its format is "
-            f"{str(form)[:50]!r}, expected {_FORMAT!r}. Install the commit that wrote it (`commit` "
-            "in config.json of the run), or record the fault again."
+    texts, tensors = _read(path)
+    if texts.get("kind") != KIND:
+        raise InputError(
+            f"{path} holds {texts.get('kind', 'no step')!r:.80}, expected {KIND!r}: one of the "
+            ".safetensors files in the folder `faults` of a run"
         )
+    step: Any = None  # of any type, in a file that ssl_kd did not write
+    with suppress(KeyError, ValueError):
+        step = json.loads(texts["step"])
     if not (
-        has_fields(content, _KINDS)
-        and has_fields(content["event"], _EVENT)
-        and all(isinstance(tensor, Tensor) for tensor in content["tensors"].values())
-        and all(isinstance(name, str) for name in content["left_out"])
+        has_fields(step, _STEP)
+        and has_fields(step["event"], _EVENT)
+        and "indices" in tensors
+        and all(isinstance(name, str) for name in step["left_out"])
     ):
         raise CorruptFileError(
             f"{path} is damaged: a field is missing, unknown, or of the wrong type. Expected "
-            f"{', '.join(_KINDS)}: run training again to record the fault again."
+            f"indices, {', '.join(_STEP)}: run training again to record the fault again."
         )
-    event = Event(**content["event"])
-    if form == _FROM_ZERO:  # its events count the steps from 0
-        event = replace(event, step=event.step + 1)
-    return Bundle(**{**content, "event": event})
+    named = {name.removeprefix("tensor "): x for name, x in tensors.items() if name != "indices"}
+    return Bundle(
+        event=Event(**step["event"]),
+        indices=tensors["indices"],
+        tensors=named,
+        settings=step["settings"],
+        left_out=step["left_out"],
+    )
+
+
+def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with open(path, "rb") as file:  # raises an OSError that says why the file cannot be read
+        start = file.read(2)
+    if start == b"PK":  # torch.save, as in versions before this one
+        raise InputError(
+            f"{path} is not a fault bundle that this version of ssl_kd can read. Install the "
+            "commit that wrote it (`commit` in config.json of the run), or record the fault again"
+        )
+    try:
+        return unpack(Path(path))
+    except BundleError as error:
+        raise CorruptFileError(f"{error}. Run training again to record the fault again") from error
 
 
 def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
@@ -129,12 +159,14 @@ def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
 class FlightRecorder:
     """Save the first fault of each part of the model, and at most eight bundles per run.
 
-    The bundles in `folder`, such as `head-3-step300.pt`, count after a resume, too.
+    The bundles in `folder`, such as `head-3-step300.safetensors`, count after a resume, too.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._recorded = {file.stem.rpartition("-step")[0] for file in self.folder.glob("*.pt")}
+        self._recorded = {
+            file.stem.rpartition("-step")[0] for file in self.folder.glob("*.safetensors")
+        }
 
     def wants(self, part: str) -> bool:
         """Return whether a fault of this part would be saved."""
@@ -142,7 +174,7 @@ class FlightRecorder:
 
     def bundles(self) -> list[Path]:
         """Return the saved bundles, oldest first."""
-        return sorted(self.folder.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
+        return sorted(self.folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
 
     def record(self, bundle: Bundle) -> Path | None:
         """Save a fault and return the path; None if `wants` is false or the write fails."""
@@ -150,10 +182,10 @@ class FlightRecorder:
         if not self.wants(part):
             return None
         self._recorded.add(_slug(part))
-        path = self.folder / f"{_slug(part)}-step{step}.pt"
+        path = self.folder / f"{_slug(part)}-step{step}.safetensors"
         try:
             save_bundle(path, bundle)
-        except OSError as error:
+        except (OSError, BundleError) as error:
             logger.warning("step %d, %s: the fault could not be recorded: %s", step, part, error)
             return None
         return path

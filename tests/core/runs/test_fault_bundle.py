@@ -6,12 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
+import firstnan.bundle
+from firstnan.bundle_file import pack
 from firstnan.events import Event
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.files import CorruptFileError
 from ssl_kd.core.runs.fault_bundle import Bundle, FlightRecorder, load_bundle, save_bundle
+from tests.bundles import rewrite
 
 EVENT = Event(7, "head 3", "loss", "the loss is not finite", "skipped")
 
@@ -29,8 +33,8 @@ def bundle(part="head 3", step=7, **changes):
 def test_what_goes_in_comes_out(tmp_path):
     given = bundle()
     given.tensors["weights"][1, 1] = float("nan")
-    save_bundle(tmp_path / "b.pt", given)
-    back = load_bundle(tmp_path / "b.pt")
+    save_bundle(tmp_path / "b.safetensors", given)
+    back = load_bundle(tmp_path / "b.safetensors")
     assert (back.event, back.left_out) == (EVENT, [])
     assert back.settings == given.settings
     assert torch.equal(back.indices, given.indices)
@@ -41,40 +45,31 @@ def test_what_goes_in_comes_out(tmp_path):
 def test_settings_of_other_libraries_become_plain_values(tmp_path):
     settings = {"folder": Path("a"), "rate": np.float64(0.5), "n": np.int64(3), "pair": (1, None)}
     event = replace(EVENT, value=np.float64(math.inf))
-    save_bundle(tmp_path / "b.pt", bundle(settings=settings, event=event))
-    back = load_bundle(tmp_path / "b.pt")
+    save_bundle(tmp_path / "b.safetensors", bundle(settings=settings, event=event))
+    back = load_bundle(tmp_path / "b.safetensors")
     assert back.settings == {"folder": "a", "rate": 0.5, "n": 3, "pair": [1, None]}
     assert type(back.settings["rate"]) is float and back.event == event
 
 
 def test_a_row_of_a_large_matrix_does_not_bring_the_matrix_along(tmp_path):
     row = torch.zeros(1000, 1000)[3:4]
-    save_bundle(tmp_path / "b.pt", bundle(tensors={"row": row}))
-    assert (tmp_path / "b.pt").stat().st_size < 50_000
+    save_bundle(tmp_path / "b.safetensors", bundle(tensors={"row": row}))
+    assert (tmp_path / "b.safetensors").stat().st_size < 50_000
 
 
 def test_over_the_limit_the_batch_goes_first_and_the_bundle_says_so(tmp_path):
     mib = 2**18  # float32 numbers
     given = bundle(tensors={"weights": torch.zeros(2 * mib), "views": torch.zeros(mib)})
-    save_bundle(tmp_path / "b.pt", given, limit_mib=2.5)
-    assert load_bundle(tmp_path / "b.pt").left_out == ["views"]
-    save_bundle(tmp_path / "b.pt", given, limit_mib=1)
-    assert load_bundle(tmp_path / "b.pt").left_out == ["views", "weights"]
-
-
-def test_a_bundle_of_an_older_run_counts_its_steps_from_1_too(tmp_path):
-    save_bundle(tmp_path / "new.pt", bundle("head 3", step=7))
-    content = torch.load(tmp_path / "new.pt")
-    assert load_bundle(tmp_path / "new.pt").step == 6  # on which the random numbers depend
-    content["format"], content["event"]["step"] = "ssl_kd flight recorder 2", 6
-    torch.save(content, tmp_path / "old.pt")
-    assert load_bundle(tmp_path / "old.pt").event.step == 7
+    save_bundle(tmp_path / "b.safetensors", given, limit_mib=2.5)
+    assert load_bundle(tmp_path / "b.safetensors").left_out == ["views"]
+    save_bundle(tmp_path / "b.safetensors", given, limit_mib=1)
+    assert load_bundle(tmp_path / "b.safetensors").left_out == ["views", "weights"]
 
 
 def test_only_the_first_fault_of_a_part_and_eight_in_all_are_saved_also_after_a_resume(tmp_path):
     recorder = FlightRecorder(tmp_path)
     first = recorder.record(bundle("head 3"))
-    assert first == tmp_path / "head-3-step7.pt" and first.exists()
+    assert first == tmp_path / "head-3-step7.safetensors" and first.exists()
     assert not recorder.wants("head 3") and recorder.record(bundle("head 3", step=8)) is None
     resumed = FlightRecorder(tmp_path)
     assert not resumed.wants("head 3") and resumed.wants("head 33")
@@ -90,14 +85,23 @@ def test_a_disk_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", None], ids=["empty", "junk", "other tensors"])
-def test_what_is_no_bundle_is_refused(tmp_path, content):
-    path = tmp_path / "b.pt"
+def test_load_bundle_refuses_other_files(tmp_path, content):
+    path = tmp_path / "b.safetensors"
     if content is None:
-        torch.save({"step": torch.zeros(1)}, path)
+        safetensors.torch.save_file({"step": torch.zeros(1)}, path)
     else:
         path.write_bytes(content)
-    kind = InputError if content else CorruptFileError
-    with pytest.raises(kind, match=str(path)):
+    with pytest.raises(CorruptFileError, match=f"{path} is damaged, or is no bundle"):
+        load_bundle(path)
+
+
+def test_load_bundle_refuses_bundles_of_other_kinds_and_of_former_versions(tmp_path):
+    path = tmp_path / "b.safetensors"
+    path.write_bytes(pack({"kind": "a forward pass"}, {"x": torch.zeros(1)}))
+    with pytest.raises(InputError, match="'a forward pass', expected 'a training step of ssl_kd'"):
+        load_bundle(path)
+    torch.save({"format": "ssl_kd flight recorder 3"}, path)
+    with pytest.raises(InputError, match="Install the commit that wrote it"):
         load_bundle(path)
 
 
@@ -109,18 +113,27 @@ def test_what_is_no_bundle_is_refused(tmp_path, content):
         ("event", {"step": 1}),
         ("event", asdict(EVENT) | {"step": "seven"}),
         ("event", asdict(EVENT) | {"more": 1}),
-        ("tensors", {"views": [1.0]}),
         ("settings", [1]),
         ("left_out", [3]),
         ("more", 1),
     ],
 )
-def test_a_bundle_whose_fields_are_not_as_written_is_refused(tmp_path, field, value):
-    path = tmp_path / "b.pt"
+def test_load_bundle_refuses_fields_of_other_names_or_types(tmp_path, field, value):
+    path = tmp_path / "b.safetensors"
     save_bundle(path, bundle())
-    content = torch.load(path) | {field: value}
-    if value is None:
-        del content[field]
-    torch.save(content, path)
+    rewrite(
+        path,
+        lambda content: content.pop(field) if value is None else content.update({field: value}),
+    )
     with pytest.raises(CorruptFileError, match=f"{path} is damaged"):
         load_bundle(path)
+
+
+def test_firstnan_shows_a_bundle_and_names_the_command_that_runs_it_again(tmp_path, capsys):
+    path = tmp_path / "b.safetensors"
+    save_bundle(path, bundle())
+    assert firstnan.bundle.main([str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "head 3, step 7: the loss is not finite" in shown and f"ssl_kd replay {path}" in shown
+    assert firstnan.bundle.main([str(path), "--model", "torch.nn:Identity"]) == 2
+    assert "expected 'a forward pass'" in capsys.readouterr().err

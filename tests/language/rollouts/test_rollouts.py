@@ -470,7 +470,7 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     assert metrics["learned_from"] == {"ce": 6, "kd": 6}  # from the other rows
     events = map(json.loads, (path / "events.jsonl").read_text().splitlines())
     assert "rows left out" in {event["action"] for event in events if event["part"] == "kd"}
-    (bundle,) = (path / "faults").glob("kd-*.pt")
+    (bundle,) = (path / "faults").glob("kd-*.safetensors")
     found = replay(bundle)
     assert found.fault is not None and "embed_tokens" in str(found), found
 

@@ -62,9 +62,9 @@ def test_a_gradient_is_explained_before_the_guard_goes_back(
     (event,) = explained(distiller)
     assert event.action == "explained" and event.part == "model"
     assert "rows 1, 2: aten.div, backward pass" in event.reason and "root of zero" in event.reason
-    (path,) = tmp_path.glob("*.pt")
+    (path,) = tmp_path.glob("*.safetensors")
     bundle = load_bundle(path)
-    assert path.name == "model-step3.pt" and bundle.indices.tolist() == [1, 2]
+    assert path.name == "model-step3.safetensors" and bundle.indices.tolist() == [1, 2]
     for name, weight in before.items():
         assert torch.equal(bundle.tensors[name], weight)
 
@@ -86,7 +86,11 @@ def test_a_part_is_explained_once_and_recorded_once(tiny, explained_distiller, t
         distiller.step([tiny.blocks().batch(rows)], 1e-2)
     assert [e.part for e in explained(distiller)] == ["ce", "kd", "model"]
     assert distiller.explainer.explained == {"ce", "kd", "model"}
-    assert len(list(tmp_path.glob("*-step1.pt"))) == len(list(tmp_path.glob("*.pt"))) == 3
+    assert (
+        len(list(tmp_path.glob("*-step1.safetensors")))
+        == len(list(tmp_path.glob("*.safetensors")))
+        == 3
+    )
 
 
 def test_without_memory_to_look_the_event_says_so(tiny, explained_distiller, monkeypatch):
