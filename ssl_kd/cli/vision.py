@@ -112,8 +112,6 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     """Cache the embeddings of all splits, and print the file and a summary of each cache."""
     parser = FlagParser(prog=prog, usage=f"{prog} [flags]", add_help=False)
     add = parser.add_argument
-    engines = "local: this process; ray: the Ray cluster at RAY_ADDRESS, or this machine"
-    add("--engine", default="local", choices=("local", "ray"), help=engines)
     add("--rank", type=int, help="number of this process in a job array, from 0")
     world = "number of processes; torchrun, mpirun and srun set --rank and --world"
     add("--world", type=int, help=world)
@@ -121,7 +119,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     if {"-h", "--help"} & set(argv):
         print(f"Caches the embeddings of all splits, and stops.\n\n{parser.format_help()}")
     flags, rest = parser.parse_known_args(argv)
-    share = _share(flags.engine, flags.rank, flags.world)
+    share = _share(flags.rank, flags.world)
     from ssl_kd.vision.settings import VisionSettings
 
     resolved = read_settings(VisionSettings, rest, config, prog=prog)
@@ -135,25 +133,21 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     with ProgressBars(open_screen()) as progress:
-        options: Any = {"shard_rows": flags.shard_rows, "progress": progress}
-        if flags.engine == "ray":
-            from ssl_kd.vision.extract_ray import fill_by_ray
+        from ssl_kd.core.precision import Precision
+        from ssl_kd.vision.run import open_extractions
 
-            caches = fill_by_ray(resolved, **options)
-        else:
-            from ssl_kd.core.precision import Precision
-            from ssl_kd.vision.run import open_extractions
-
-            device = resolved.device if share is None else _device_of_process(resolved.device)
-            precision = Precision.for_device(device, resolved.use_fp16)
-            extractions = open_extractions(resolved, precision, **options).values()
-            caches = [(e.manifest_file, e.fill(*(share or (0, 1)))) for e in extractions]
-    for manifest, summary in caches:
+        device = resolved.device if share is None else _device_of_process(resolved.device)
+        precision = Precision.for_device(device, resolved.use_fp16)
+        extractions = open_extractions(
+            resolved, precision, shard_rows=flags.shard_rows, progress=progress
+        )
+        caches = {e.manifest_file: e.fill(*(share or (0, 1))) for e in extractions.values()}
+    for manifest, summary in caches.items():
         print(f"{manifest}: {summary}")
     return OK
 
 
-def _share(engine: str, rank: int | None, world: int | None) -> tuple[int, int] | None:
+def _share(rank: int | None, world: int | None) -> tuple[int, int] | None:
     """Return rank and number of processes from flags or launcher; None if there is only one."""
     if launched := launched_as(os.environ):
         if rank is not None or world is not None:
@@ -163,11 +157,6 @@ def _share(engine: str, rank: int | None, world: int | None) -> tuple[int, int] 
         rank, world, _ = launched
     if rank is None and world is None:
         return None
-    if engine == "ray":
-        raise InputError(
-            f"--engine ray distributes the work itself, but this is process {rank} of {world}: "
-            "start a single process, without --rank and --world"
-        )
     if rank is None or world is None or not 0 <= rank < world:
         raise InputError(
             f"--rank is {rank} and --world {world}; expected both, with a rank from 0 to world - 1 "

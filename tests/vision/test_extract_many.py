@@ -1,6 +1,5 @@
 """Extraction by several processes: the bytes of one, whoever computes and whoever dies."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,11 +17,9 @@ import torch
 
 from ssl_kd import cli
 from ssl_kd.core.precision import Precision
-from ssl_kd.vision import extract_ray
 from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.data import ArrayDataset, FolderDataset, open_dataset
-from ssl_kd.vision.extract import Extraction, ExtractionFailed
-from ssl_kd.vision.extract_ray import resources_for
+from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.teachers import load_teacher
 from tests.processes import ROOT
 from tests.vision.counting import SHARD, Counting
@@ -31,9 +27,6 @@ from tests.vision.counting import SHARD, Counting
 CPU = Precision.for_device("cpu")
 TEACHER = "tests.vision.counting.Counting"
 TIMEOUT = 900  # seconds; far more than any of these needs
-with_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ssl_kd[ray]'"
-)
 
 
 def content(folder):
@@ -207,8 +200,6 @@ def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
         (("--rank", "4", "--world", "4"), "--rank is 4 and --world 4; expected both, with a rank"),
         (("--rank", "-1", "--world", "4"), "--rank is -1"),
         (("--rank", "a", "--world", "4"), "invalid int value: 'a'"),
-        (("--engine", "dask"), "invalid choice: 'dask'"),
-        (("--engine", "ray", "--rank", "0", "--world", "2"), "distributes the work itself"),
         (("--shard_rows", "0"), "expected a whole number, at least 1, got 0"),
         (("--datset", "x"), "There is no flag --datset. Did you mean --dataset?"),
         (("--extend", "x"), "extract only fills caches"),
@@ -285,123 +276,3 @@ def test_what_half_precision_cannot_hold_names_the_sample(tmp_path, monkeypatch)
     fp16 = Precision(torch.device("cpu"), torch.float16, torch.float32, False, "test")
     with pytest.raises(ValueError, match=r"'large' gives NaN or infinity .* 'a/train/0'.*float32"):
         Extraction(data, Large(), tmp_path / "cache", split="train", precision=fp16).store()
-
-
-# --- Ray ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "nodes, device, cores, expected",
-    [
-        ([{"CPU": 2.0}], "auto", 0, (2, 0)),
-        ([{"CPU": 2.0}], "auto", 1, (1, 0)),
-        ([{"CPU": 64, "GPU": 8}], "cpu", 16, (16, 0)),
-        ([{"CPU": 64, "GPU": 8}, {"CPU": 16}], "cuda", 0, (8, 1)),
-        ([{"CPU": 0}, {"CPU": 32}, {"CPU": 16}], "cpu", 0, (16, 0)),
-    ],
-)
-def test_a_worker_takes_a_gpu_and_its_share_of_the_cores(nodes, device, cores, expected):
-    assert resources_for(nodes, device, cores) == expected
-
-
-@pytest.mark.parametrize("nodes", [[{"CPU": 8.0, "GPU": 1.0}], [{"CPU": 8.0}], [{}]])
-def test_more_cores_or_gpus_than_any_machine_has(nodes):
-    with pytest.raises(ValueError, match="WORKERS is 32, but no machine .* lower WORKERS"):
-        resources_for(nodes, "auto", 32)
-    with pytest.raises(ValueError, match="DEVICE is 'cuda', but no machine of the Ray cluster"):
-        resources_for([{"CPU": 8.0}], "cuda", 0)
-
-
-def test_without_ray_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert command("--engine", "ray", "--embeddings_dir", str(tmp_path)) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "pip install 'ssl_kd[ray]'" in lines[0]
-
-
-def test_a_split_whose_files_were_removed_meanwhile_is_an_error():
-    stored = {"error": "", "summary": "5 rows"}
-    rows = [{"split": "train", "shard": 0, **stored}]
-    rows += [{"split": "test", "shard": shard, **stored, "summary": None} for shard in range(3)]
-    with pytest.raises(
-        ExtractionFailed, match=r"^the cache of test is incomplete: a file was removed.*again$"
-    ):
-        extract_ray._result(Path("cache"), rows)
-    rows[-1] |= {"summary": "5 rows"}
-    found = extract_ray._result(Path("cache"), rows)
-    names = [manifest.name for manifest, _ in found]
-    assert names == ["embeddings_train.json", "embeddings_test.json"]
-
-
-@with_ray
-def test_ray_makes_the_bytes_of_one_process(tmp_path, alone):
-    job = Job(tmp_path)
-    code, output, last = job.run("--engine", "ray")
-    assert code == 0, last
-    computed = job.batches()
-    assert sum(computed.values()) == len(computed) == 23 + 6
-    assert "embeddings_train.json: 1437 rows of 2, float32, in 23 shards" in output
-    assert content(job.cache) == alone
-
-
-@with_ray
-@pytest.mark.slow
-def test_ray_stores_all_shards_but_those_that_fail_and_then_those(tmp_path, alone):
-    job = Job(tmp_path)
-    (tmp_path / "sick").write_text(job.sums[6])
-    (tmp_path / "deadly").write_text(job.sums[9])  # kills the worker, again and again
-    code, output, last = job.run("--engine", "ray", "--workers", "1")
-    assert code == 1 and "2 of 29 shards failed, all others are stored: shard 6 of train" in last
-    assert "fails on the batch of digits/479" in last and "this teacher cannot" in last
-    assert "shard 9 of train: 4 workers died of it" in last
-    assert len(job.stored()) == 21 and len(job.stored("test")) == 6
-    assert job.batches()[job.sums[9]] == 4
-    (tmp_path / "sick").unlink()
-    (tmp_path / "deadly").unlink()
-
-    code, output, last = job.run("--engine", "ray", "--workers", "1")
-    assert code == 0 and job.batches() == {job.sums[6]: 1, job.sums[9]: 1}
-    assert content(job.cache) == alone
-    code, _, last = job.run("--engine", "ray", "--dataset", "/nowhere")
-    assert code == 2 and last.startswith("ssl_kd: '/nowhere' is neither the name of a data set")
-
-
-@with_ray
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_ray_killed_in_the_middle_goes_on_with_exactly_the_missing_shards(tmp_path, alone):
-    """The driver is killed, and all that Ray started on this machine ends with it."""
-    job = Job(tmp_path)
-    (tmp_path / "slow").touch()
-    known = os.environ | {"COUNTING": str(tmp_path), "PYTHONPATH": paths(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *job.command("--engine", "ray", "--workers", "1")]
-    with open(tmp_path / "log", "w") as log:
-        driver = subprocess.Popen(command, cwd=ROOT, env=known, stdout=log, stderr=log)
-    ends = time.monotonic() + TIMEOUT
-    while len(job.stored()) < 5 and driver.poll() is None and time.monotonic() < ends:
-        time.sleep(0.05)
-    driver.kill()
-    assert driver.wait(TIMEOUT) == -9, (tmp_path / "log").read_text()
-    workers = {int(line.split()[0]) for line in (tmp_path / "batches").read_text().splitlines()}
-    while any(map(is_alive, workers)) and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert not any(map(is_alive, workers)), "what Ray started outlives it"
-    before, begun = job.stored(), job.batches()
-    assert 5 <= len(before) < 23 and len(begun) <= len(before) + 2 * 2  # behind, and under way
-    (tmp_path / "slow").unlink()
-
-    code, output, last = job.run("--engine", "ray", "--workers", "1")
-    assert code == 0, last
-    computed, whole = job.batches(), [int(name[-8:-3]) for name in before]
-    assert set(computed.values()) == {1} and len(computed) == 23 - len(before) + 6
-    assert not set(computed) & {job.sums[shard] for shard in whole}
-    assert before.items() <= job.stored().items()
-    assert content(job.cache) == alone
-
-
-def is_alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

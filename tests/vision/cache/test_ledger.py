@@ -256,7 +256,7 @@ def test_a_forced_share_that_was_killed_begins_its_own_shards_again(tmp_path, al
 
 def test_shares_without_force_join_a_new_cache_that_one_has_begun(tmp_path, alone):
     folder = tmp_path / "alone"
-    with writer(folder, slice(0), force=True) as plan:  # as Ray's driver does
+    with writer(folder, slice(0), force=True) as plan:  # begins it, and computes nothing
         assert plan.absent == []
     seen = []
     for only in shares(7):
