@@ -13,9 +13,10 @@ from ssl_kd.cli import main
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.runs.folder import RunFolderError
 from ssl_kd.vision.assignments import assignments_of
+from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.sources import SOURCES
 from ssl_kd_explore.compare import judge, summary
-from tests.vision.report.reading import Reader, check_that_nothing_is_loaded
+from tests.vision.report.reading import Reader, check_that_nothing_is_loaded, columns_of_rows
 
 
 @pytest.fixture
@@ -68,6 +69,7 @@ def test_the_command_writes_a_page_and_its_numbers(photo_run, copy, capsys):
     source = page.read_text()
     reader = Reader(source)
     check_that_nothing_is_loaded(source, reader)
+    assert columns_of_rows(source, "labels") == 3 * [1 + len(METRICS)]  # header, A, B
     assert reader.tags.count("img") == 24 and "1 <b>both</b>" in reader.text
     assert json.loads(page.with_suffix(".json").read_text())["agreement"]["matched"] < 1
     assert main(["compare", str(copy), str(photo_run), "--out", str(page)]) == 2

@@ -10,6 +10,7 @@ from typing import Any
 from ssl_kd.core.files import atomic_write_text
 from ssl_kd.core.pages.wording import percent
 from ssl_kd.core.pages.write import rendered
+from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.report.gallery import strip
 from ssl_kd.vision.samples import Samples
 
@@ -39,6 +40,7 @@ def write_comparison(comparison: dict[str, Any], a: Samples, b: Samples, path: P
         "pictures": pictures,
         "missing": missing,
         "percent": percent,
+        "metrics": METRICS,
         "folder": f"{sides['A']['run']} and {sides['B']['run']}",
     }
     atomic_write_text(path, rendered("ssl_kd_explore", "comparison.html", comparison | content))

@@ -17,6 +17,7 @@ from ssl_kd import __version__
 from ssl_kd.core.errors import printable
 from ssl_kd.core.files import atomic_write_json
 from ssl_kd.core.settings.import_paths import check_installed
+from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.model import DIGEST, MODEL_FILES, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions.line_format import without_person
@@ -28,7 +29,6 @@ from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardDa
 
 logger = logging.getLogger(__name__)
 
-METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # other text settings may hold paths
 TAGS = ["clustering", "self-distillation", "image-feature-extraction"]
 ANSWER = "consensus"  # name of the final clusters in the run's table of scores
@@ -154,9 +154,10 @@ def _scores(samples: Samples) -> str:
     rows = [row for row in rows if row.get("acc") is not None]
     if not rows:
         return "No labels are known, so there are no scores."
-    lines = [["split", *METRICS.values()], ["---"] * (len(METRICS) + 1)]
+    names = [metric.description for metric in METRICS.values()]
+    lines = [["split", *names], ["---"] * (len(METRICS) + 1)]
     for row in rows:
-        scores = ["" if row.get(m) is None else f"{row[m]:.4f}" for m in METRICS]
+        scores = ["" if row.get(key) is None else f"{row[key]:.4f}" for key in METRICS]
         lines.append([row["split"], *scores])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"Scored against labels that were not used in training:\n\n{table}"

@@ -3,6 +3,8 @@
 from ssl_kd.core.calibration import calibration
 from ssl_kd.vision.evaluate.baselines import kmeans, spectral
 from ssl_kd.vision.evaluate.clustering import (
+    METRICS,
+    Metric,
     accuracy,
     cluster_sizes,
     clustering_scores,
@@ -17,6 +19,8 @@ from ssl_kd.vision.evaluate.layout import embedding_map
 from ssl_kd.vision.evaluate.probe import linear_probe
 
 __all__ = [
+    "METRICS",
+    "Metric",
     "accuracy",
     "calibration",
     "cluster_sizes",

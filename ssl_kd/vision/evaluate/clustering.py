@@ -6,6 +6,9 @@ scikit-learn does.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import scipy  # its modules are imported on first use
@@ -82,31 +85,58 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
     return float(paired / (np.asarray(labels) >= 0).sum())
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A score of clusters by labels; higher is better, and 1 is a perfect match."""
+
+    name: str  # the heading of its column
+    description: str
+    compute: Callable[[Ints, Ints], float]  # from known labels and clusters, `[n]` each
+
+
+def _from_sklearn(function: str) -> Callable[[Ints, Ints], float]:
+    def compute(labels: Ints, clusters: Ints) -> float:
+        from sklearn import metrics
+
+        return float(getattr(metrics, function)(labels, clusters))
+
+    return compute
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        "acc": Metric("ACC", "accuracy (Hungarian)", accuracy),
+        "nmi": Metric(
+            "NMI", "normalized mutual information", _from_sklearn("normalized_mutual_info_score")
+        ),
+        "ari": Metric("ARI", "adjusted Rand index", _from_sklearn("adjusted_rand_score")),
+        "ami": Metric(
+            "AMI", "adjusted mutual information", _from_sklearn("adjusted_mutual_info_score")
+        ),
+    }
+)
+"""Key in `metrics.json` -> metric, in the order of the columns of every table of scores."""
+
+
 def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str, float | None]:
-    """Compute Hungarian accuracy, NMI, ARI and AMI.
+    """Compute every score in `METRICS`: Hungarian accuracy, NMI, ARI and AMI.
 
     Args:
         labels: `[n]` integers, -1 where unknown; None if all are unknown.
         clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
-        A dict with keys `acc`, `nmi`, `ari` and `ami`; all values are None if no label is known.
+        A dict with the keys of `METRICS`; all values are None if no label is known.
 
     Example:
-        >>> clustering_scores([0, 0, 1, 1], [1, 1, 0, 0])
-        {'acc': 1.0, 'nmi': 1.0, 'ari': 1.0, 'ami': 1.0}
+        >>> scores = clustering_scores([0, 0, 1, 1], [1, 1, 0, 0])
+        >>> scores["acc"], scores["ari"]
+        (1.0, 1.0)
     """
     if labels is None or not (np.asarray(labels) >= 0).any():
-        return dict.fromkeys(("acc", "nmi", "ari", "ami"))
-    from sklearn import metrics
-
+        return dict.fromkeys(METRICS)
     known = _known(labels, clusters)
-    return {
-        "acc": accuracy(*known),
-        "nmi": float(metrics.normalized_mutual_info_score(*known)),
-        "ari": float(metrics.adjusted_rand_score(*known)),
-        "ami": float(metrics.adjusted_mutual_info_score(*known)),
-    }
+    return {key: metric.compute(*known) for key, metric in METRICS.items()}
 
 
 def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ssl_kd.core.pages.tables import new_table
 from ssl_kd.core.pages.wording import percent
+from ssl_kd.vision.evaluate import METRICS
 
 
 def extension_text(metrics: dict[str, Any]) -> str:
@@ -47,7 +48,7 @@ def other_sizes_text(metrics: dict[str, Any]) -> str | None:
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
-    """Return a table of the accuracy, NMI and ARI of a clustering run, in percent.
+    """Return a table of the scores of a clustering run in percent, one column for each metric.
 
     Below the clusters are the classifiers of the embeddings, k-NN and linear probe, if they ran.
     """
@@ -58,15 +59,15 @@ def results_table(metrics: dict[str, Any]) -> Table:
     # 80 columns are enough for every name; only a long note takes a second line.
     table = new_table(title, "answer")
     table.add_column("split")
-    for score in ("ACC", "NMI", "ARI"):
-        table.add_column(score, justify="right")
+    for metric in METRICS.values():
+        table.add_column(metric.name, justify="right")
     table.add_column("note", overflow="fold")
     split = None
     for row in [*metrics["table"], *classifier_rows(metrics)]:
         if split not in (None, row["split"]):
             table.add_row()
         split = row["split"]
-        scores = [row.get(score) for score in ("acc", "nmi", "ari")]
+        scores = [row.get(key) for key in METRICS]
         shown = ["-" if score is None else f"{100 * score:.1f}" for score in scores]
         # Text: a name in square brackets is no markup.
         cells = [row["name"], split, *shown, row.get("note") or ""]

@@ -8,7 +8,7 @@ import numpy as np
 from ssl_kd.core.pages import figures
 from ssl_kd.core.pages.wording import DASH, base_name, duration, facts, finite, number, percent
 from ssl_kd.vision.data.usage import counted
-from ssl_kd.vision.evaluate import collapsed, effective_clusters
+from ssl_kd.vision.evaluate import METRICS, collapsed, effective_clusters
 from ssl_kd.vision.report.curves import curve_text, head_curves
 from ssl_kd.vision.report.decided import Decided
 from ssl_kd.vision.report.gallery import Images, gallery
@@ -134,14 +134,14 @@ def _rows_of(metrics: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row for each method, with ACC, NMI and ARI of each split."""
+    """Return a row for each method, with a cell for each split and metric."""
     splits = list(dict.fromkeys(row["split"] for row in rows))
     kinds = {ANSWER: "ours", BY_LABELS: "bound"} | dict.fromkeys(BASELINES, "base")
     shown = []
     for name in dict.fromkeys(str(row.get("name")) for row in rows):
         by_split = {row["split"]: row for row in rows if str(row.get("name")) == name}
         of_splits = [by_split.get(split, {}) for split in splits]
-        scores = [row.get(key) for row in of_splits for key in ("acc", "nmi", "ari")]
+        scores = [row.get(key) for row in of_splits for key in METRICS]
         notes = dict.fromkeys(row["note"] for row in by_split.values() if row.get("note"))
         shown.append(
             {
@@ -153,7 +153,11 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
         )
     titles = {"train": "training data", "test": "held-out data"}
     titles |= {split: "new data" for split in splits if split.startswith("extend")}
-    return {"splits": [titles.get(split, split) for split in splits], "rows": shown}
+    return {
+        "splits": [titles.get(split, split) for split in splits],
+        "metrics": list(METRICS.values()),
+        "rows": shown,
+    }
 
 
 def _sizes(sizes: dict[int, int], metrics: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.vision.data import FolderDataset, open_dataset
+from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.export import export
@@ -94,8 +95,9 @@ def test_cards_have_the_scores_of_the_run(content, tmp_path, caplog):
     card = ModelCard.load(out / "README.md")
     assert card.data.to_dict()["library_name"] == "ssl_kd"
     table = [row for row in content.samples.metrics["table"] if row["name"] == "consensus"]
+    assert " | ".join(metric.description for metric in METRICS.values()) in card.text
     for row in table:
-        scores = " | ".join(f"{row[metric]:.4f}" for metric in ("acc", "nmi", "ari", "ami"))
+        scores = " | ".join(f"{row[metric]:.4f}" for metric in METRICS)
         assert f"| {row['split']} | {scores} |" in card.text
     out = export(content, "hf-dataset", tmp_path / "data")
     card = DatasetCard.load(out / "README.md")

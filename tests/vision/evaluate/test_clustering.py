@@ -13,6 +13,7 @@ from sklearn.metrics import (
 )
 
 from ssl_kd.vision.evaluate import (
+    METRICS,
     accuracy,
     cluster_sizes,
     clustering_scores,
@@ -64,11 +65,18 @@ def test_unknown_labels_are_left_out(rows):
 
 
 def test_no_known_label_gives_none_and_accuracy_refuses():
-    nothing = {"acc": None, "nmi": None, "ari": None, "ami": None}
+    nothing = dict.fromkeys(METRICS)
     assert clustering_scores([-1, -1], [0, 1]) == nothing
     assert clustering_scores(None, [0, 1]) == nothing
     with pytest.raises(ValueError, match="no label is known"):
         accuracy([-1, -1], [0, 1])
+
+
+def test_every_metric_is_1_for_a_perfect_match_and_less_for_others():
+    labels = np.arange(40) % 4
+    perfect, worse = (clustering_scores(labels, c) for c in (labels[::-1], np.arange(40) // 10))
+    for key in METRICS:
+        assert perfect[key] == pytest.approx(1) and worse[key] < 0.5
 
 
 def test_noise_is_wrong_in_accuracies_and_one_more_cluster_in_the_others():

@@ -47,6 +47,18 @@ class Reader(HTMLParser):
             self.text += data
 
 
+def columns_of_rows(source: str, section: str) -> list[int]:
+    """Return how many columns each row of a section's first table spans, header rows first."""
+    table = source[source.index(f'id="{section}"') :].partition("<table>")[2].partition("</table>")
+    spans = []
+    for row in table[0].split("<tr")[1:]:
+        cells = re.findall(r"<t[hd]\b[^>]*>", row)
+        spans.append(
+            sum(int(re.findall(r'colspan="(\d+)"', cell + 'colspan="1"')[0]) for cell in cells)
+        )
+    return spans
+
+
 def check_that_nothing_is_loaded(source: str, page: Reader) -> None:
     """Check that a page is self-contained and every anchor exists once."""
     assert page.links and all(link.startswith(("data:image/", "#")) for link in page.links)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ssl_kd.core.pages import figures
 from ssl_kd.vision.data import FolderDataset
-from ssl_kd.vision.evaluate import calibration
+from ssl_kd.vision.evaluate import METRICS, Metric, calibration
 from ssl_kd.vision.report import run_images, write_report
 from ssl_kd.vision.report.gallery import thumbnail
 from ssl_kd.vision.sources import describe_source, write_sources
@@ -23,6 +23,7 @@ from tests.vision.report.reading import (
     Reader,
     change,
     check_that_nothing_is_loaded,
+    columns_of_rows,
     put,
     write_and_read,
 )
@@ -131,6 +132,15 @@ def test_all_numbers_of_the_run_are_there(run):
     ):
         assert expected in page.text, expected
     assert "missing" not in re.findall(r'<p class="(\w+)"', (run / "report.html").read_text())
+
+
+def test_every_row_of_the_scores_has_a_cell_for_each_metric(run, monkeypatch):
+    assert set(columns_of_rows(read(run)[0], "results")) == {1 + 2 * len(METRICS)}
+    one_more = {**METRICS, "v": Metric("V", "V-measure", lambda labels, clusters: 0.0)}
+    monkeypatch.setattr("ssl_kd.vision.report.vision.METRICS", one_more)
+    source, page = read(run)
+    assert set(columns_of_rows(source, "results")) == {1 + 2 * len(one_more)}
+    assert 'title="V-measure">V</th>' in source
 
 
 def test_page_is_one_file_that_loads_nothing_and_has_two_themes(run):

@@ -5,6 +5,7 @@ import io
 from rich.console import Console
 
 from ssl_kd.language.report.tables import language_table
+from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.report.tables import results_table
 
 
@@ -16,6 +17,19 @@ def test_a_table_without_labels_shows_dashes_and_no_title():
     screen.print(results_table({"table": [], **about}))
     assert isinstance(screen.file, io.StringIO)
     assert "[k]-means" in screen.file.getvalue()
+
+
+def test_every_metric_is_a_column_in_80_columns():
+    screen = Console(file=io.StringIO(), width=80)
+    scores = {key: 1 - column / 100 for column, key in enumerate(METRICS)}
+    row = {"name": "best head, chosen by labels", "split": "train", **scores, "note": "head 12"}
+    screen.print(results_table({"table": [row], "dataset": {"n_train": 9, "n_labelled": 9}}))
+    assert isinstance(screen.file, io.StringIO)
+    lines = [line.split() for line in screen.file.getvalue().splitlines()]
+    names = [metric.name for metric in METRICS.values()]
+    assert ["answer", "split", *names, "note"] in lines
+    shown = [f"{100 * score:.1f}" for score in scores.values()]
+    assert [*row["name"].split(), "train", *shown, "head", "12"] in lines
 
 
 def test_the_scores_of_a_language_run_fit_into_a_terminal():
