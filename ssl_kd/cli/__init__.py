@@ -8,7 +8,7 @@ from functools import partial
 
 from ssl_kd import __version__
 from ssl_kd.cli.checks import config, doctor, install_check, replay
-from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure
+from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure, use_utf8
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
 from ssl_kd.cli.report import report
 from ssl_kd.cli.vision import program, train
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the program name; None: `sys.argv[1:]`.
     """
+    use_utf8()
     keep_writing()
     if argv is None:
         sys.path.append("")  # the current folder, as for `python train.py`: heads/ is there

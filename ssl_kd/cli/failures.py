@@ -40,6 +40,7 @@ def guarded(
     leaves something behind (`kept`, such as "complete shards") by the same command.
     """
     try:
+        use_utf8()
         keep_writing()
         try:
             os.getcwd()
@@ -101,15 +102,23 @@ class _Screen(io.FileIO):
             return len(data)
 
 
+def use_utf8() -> None:
+    """Start the command again in UTF-8 mode if Python reads file names as ASCII (LC_ALL=C).
+
+    The encoding of file names cannot change later, and names of images are UTF-8 nevertheless.
+    """
+    is_fresh = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # not within a test
+    is_ascii = sys.getfilesystemencoding() == "ascii"
+    if is_ascii and is_fresh and os.environ.get("PYTHONUTF8") != "1":
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"PYTHONUTF8": "1"})
+
+
 def keep_writing() -> None:
     """Replace stdout and stderr by streams that do not fail.
 
     A closed reader (`| head -1`) and characters that the terminal cannot show are tolerated.
     """
-    unstarted = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # not within a test
-    if sys.getfilesystemencoding() == "ascii" and unstarted and os.environ.get("PYTHONUTF8") != "1":
-        again = [sys.executable, *sys.orig_argv[1:]]  # LC_ALL=C: file names are UTF-8 nevertheless
-        os.execve(sys.executable, again, os.environ | {"PYTHONUTF8": "1"})
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):

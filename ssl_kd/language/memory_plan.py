@@ -10,7 +10,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,14 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # of a weight, with the scales of its
 CONTEXT = 512 << 20  # of CUDA
 
 
+class LayerBytes(NamedTuple):
+    """Bytes that some layers need in a step."""
+
+    kept: int  # activations, for the backward pass
+    layers_peak: int  # of the backward pass, until the gradient of the embedded tokens
+    embedding_peak: int  # from there to the end; the same if this gradient is not needed
+
+
 def memory_plan(
     settings: LanguageSettings, student: Any, teacher: Any = None, precision: Precision = T4
 ) -> dict[str, dict[str, int]]:
@@ -60,8 +68,10 @@ def memory_plan(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = int(trained * (2 + 8 / 256 if settings.optim.endswith("8bit") else 8))
     one, two = (_layer_bytes(student, settings, precision, depth) for depth in (1, 2))
-    more = student.get_text_config().num_hidden_layers - 1
-    activations, layers = (one[i] + more * (two[i] - one[i]) for i in (0, 1))
+    n_more = student.get_text_config().num_hidden_layers - 1  # layers after the first
+    activations = one.kept + n_more * (two.kept - one.kept)
+    backward_peak = one.layers_peak + n_more * (two.layers_peak - one.layers_peak)
+    recomputed = max(backward_peak, two.embedding_peak) - activations
     teacher_model = None if teacher is None else _model(teacher, precision)
     heads: list[Any] = [m and m.get_output_embeddings().weight for m in (model, teacher_model)]
     loss = _loss_bytes(settings, precision, *heads)
@@ -71,7 +81,7 @@ def memory_plan(
         "gradients": 4 * trained,
         "optimizer": state,
         "activations": activations,
-        "loss, or a layer again": max(loss, max(layers, two[2]) - activations),
+        "loss or recomputed layer": max(loss, recomputed),  # the larger: one follows the other
     }
     context = {"CUDA context": CONTEXT if precision.device.type == "cuda" else 0}
     host = {"guard": 4 * trained + state, "best student": 4 * trained}
@@ -97,7 +107,9 @@ def plan_of_run(settings: LanguageSettings, precision: Precision) -> dict[str, A
     """Log and return the plan of a run on a GPU; None for models without a saved configuration."""
     if precision.device.type != "cuda":
         return None
-    names = [settings.student_model, *settings.teacher_names[: settings.teacher_model != "none"]]
+    names = [settings.student_model]
+    if settings.teacher_model != "none":
+        names += settings.teacher_names
     load = llm_module("transformers").AutoConfig.from_pretrained
     try:
         configs = [load(name, trust_remote_code=settings.trust_remote_code) for name in names]
@@ -204,12 +216,10 @@ class AllocatedBytes(TorchDispatchMode):
 
 def _layer_bytes(
     config: Any, settings: LanguageSettings, precision: Precision, depth: int
-) -> tuple[int, int, int]:
+) -> LayerBytes:
     """Return what `depth` layers keep for the backward pass, and the peaks of that pass.
 
-    The first peak lasts until the gradient of the embedded tokens, the second one from there to the
-    end (they are equal if this gradient is not needed). Weights and their gradients of earlier
-    batches do not count.
+    Weights and their gradients of earlier batches do not count.
     """
     model, layers_peak = _model(config, precision, settings, depth), 0
     if settings.gradient_checkpointing:
@@ -245,4 +255,4 @@ def _layer_bytes(
             del hidden
             memory.peak = memory.now
             loss.backward()
-    return kept, layers_peak or memory.peak, memory.peak
+    return LayerBytes(kept, layers_peak or memory.peak, memory.peak)

@@ -60,7 +60,7 @@ def step_beside_plan(tiny, student, precision, batch, teacher=None, **options):
     weights = plan["frozen weights"] + plan["trained weights"]
     assert weights == sum(p.nbytes for p in student.parameters())
     assert 0 <= sum(v.nbytes for v in states) - plan["optimizer"] < 1000  # numbers of steps
-    parts = plan["gradients"] + plan["activations"] + plan["loss, or a layer again"]
+    parts = plan["gradients"] + plan["activations"] + plan["loss or recomputed layer"]
     return parts / memory.peak
 
 
