@@ -9,10 +9,18 @@ cannot be searched for, since they may repeat.
 Therefore the conversation is rendered a second time with marks, which are rare characters. They are
 inserted at both ends of each content and reasoning (inside the whitespace that templates strip, and
 next to the `</think>` at which they split) and after the name of each tool call. Without the marks
-the second text must equal the first, so the marks locate each part of each message. The turn begins
-where the text before its first mark ends with the generation prompt, and ends where the text after
-its last mark no longer matches what the template writes after a last turn. If the template has
-`{% generation %}` blocks, these are used instead, without the generation prompt.
+the second text must equal the first, so the marks locate each part of each message. A turn is then
+located by the first of these that applies:
+
+1. The `{% generation %}` blocks of the template that hold its marks, without the generation
+   prompt.
+2. Its marks: it begins where the text before the first one ends with the generation prompt, and
+   ends where the text after the last one no longer matches what the template writes after a last
+   turn.
+3. Where the marks change what the template writes: the first messages, rendered alone, if they are
+   a prefix of the conversation.
+
+A turn that none of them locates is not trained on, and the run says so.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -37,13 +45,23 @@ _CLOSE = re.compile(r"\s*" + _ENDED.pattern)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
 _INLINE = re.compile(r".*</think>\s*", re.DOTALL)
-_MARK = re.compile("\U00013000(\\d+)([ct]|f\\d+)\U00013001")  # two Egyptian hieroglyphs
-_PARTS = {"f": "tool calls", "t": "reasoning", "c": "content"}
+_OPEN, _SHUT = "\U00013000", "\U00013001"  # hieroglyphs, which templates and texts do not contain
+_MARK = re.compile(rf"{_OPEN}(\d+)(content|reasoning|call\d+){_SHUT}")
 _NOT_LOCATED = "cannot be located in the output of the chat template"
-_EDGES: dict[tuple[object, ...], int] = {}  # cache of `_Chat._edge`
+_LENGTHS: dict[tuple[object, ...], int] = {}  # cache of `_Chat._length`, across conversations
 
 _Spans = list[tuple[int, int]]
-_Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent), t(hought), f0...
+
+
+class _Mark(NamedTuple):
+    """A place in a rendered conversation."""
+
+    position: int  # in the text without marks
+    message: int  # number of the message; -1 before the first one
+    part: str  # of the message: content, reasoning, or call0, call1, ...
+
+
+_START = _Mark(0, -1, "")
 
 
 @dataclass(frozen=True)
@@ -130,7 +148,7 @@ def show_chat(
     def show(messages: Sequence[Mapping[str, Any]]) -> Any:
         chosen = tokenizer.get_chat_template(template, tools or None)
         return render_jinja_template(
-            [[*map(dict, messages)]],
+            [[dict(message) for message in messages]],
             tools=list(tools) if tools else None,
             chat_template=chosen,
             return_assistant_tokens_mask=bool(_GENERATION.search(chosen)),
@@ -163,8 +181,11 @@ class _Chat:
     """Formats a conversation and locates its assistant turns."""
 
     def __init__(self, example: Example, tokenizer: Any, template: str | None) -> None:
-        messages, self._where, self._tools = example.messages or (), example.where, example.tools
-        self._messages, self._chosen = messages, (tokenizer, template)
+        messages = example.messages or ()
+        self._messages = messages
+        self._where = example.where
+        self._tools = example.tools
+        self._chosen = (tokenizer, template)
         self._template = tokenizer.get_chat_template(template, example.tools)
         self._text, self._blocks = show_chat(messages, example.tools, tokenizer, template)
         self._sizes: list[dict[str, int]] = [{} for _ in messages]  # part -> number of characters
@@ -172,9 +193,11 @@ class _Chat:
         self._shown = cache(self._show)
 
     def _mark(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with marks, and note the number of characters of each of its parts."""
+
         def mark(part: str, size: int) -> str:
             self._sizes[i][part] = size
-            return f"\U00013000{i}{part}\U00013001"
+            return f"{_OPEN}{i}{part}{_SHUT}"
 
         def edged(text: str, part: str, size: int) -> str:
             core = text.strip()
@@ -182,35 +205,44 @@ class _Chat:
 
         def marked(text: str) -> str:
             if message["role"] != "assistant":  # templates look for a user's <tool_response>
-                return text if text.lstrip().startswith("<") else edged(text, "c", 0)
+                return text if text.lstrip().startswith("<") else edged(text, "content", 0)
             before, close, answer = text.rpartition("</think>")
             begin, tag, thought = before.rpartition("<think>")
             if not text.strip() and not message.keys() & {"tool_calls", *THOUGHTS}:
-                return text + mark("c", len(text))  # an empty turn: train on its end
-            thought = edged(thought, "t", len(before + close))
-            return begin + tag + thought + close + edged(answer, "c", len(answer))
+                return text + mark("content", len(text))  # an empty turn: train on its end
+            thought = edged(thought, "reasoning", len(before + close))
+            return begin + tag + thought + close + edged(answer, "content", len(answer))
 
         def marked_call(n: int, call: Mapping[str, Any]) -> dict[str, Any]:
-            return {**call, "name": call["name"] + mark(f"f{n}", len(json.dumps(call)))}
+            return {**call, "name": call["name"] + mark(f"call{n}", len(json.dumps(call)))}
 
         content = message["content"]
         if isinstance(content, str):
             content = marked(content)
         else:
             content = [{**p, "text": marked(p["text"])} if "text" in p else p for p in content]
-        thoughts = {n: edged(message[n], "t", len(message[n])) for n in THOUGHTS if n in message}
+        thoughts = {
+            name: edged(message[name], "reasoning", len(message[name]))
+            for name in THOUGHTS
+            if name in message
+        }
         return {**_with_calls(message, marked_call), **thoughts, "content": content}
 
     def _show(self, upto: int, prompt: bool = False) -> tuple[str, list[_Mark]]:
         """Render the first messages with marks; return the text without marks, and the marks."""
         text, _ = show_chat(self._marked[:upto], self._tools, *self._chosen, prompt=prompt)
-        marks, cut = {}, 0
-        for n, match in enumerate(_MARK.finditer(text)):
-            i, part = int(match[1]), match[2]
-            # gpt-oss repeats the name of a call before the tool's result: use the first one.
-            marks.setdefault((i, part, part in "ct" and n), (match.start() - cut, i, part))
-            cut += len(match[0])
-        return _MARK.sub("", text), [*marks.values()]
+        marks: list[_Mark] = []
+        calls = set()
+        n_removed = 0  # characters of the marks so far
+        for match in _MARK.finditer(text):
+            mark = _Mark(match.start() - n_removed, int(match[1]), match[2])
+            n_removed += len(match[0])
+            # gpt-oss repeats the name of a call before the tool's result: the first one counts.
+            if mark[1:] not in calls:
+                marks.append(mark)
+            if mark.part.startswith("call"):
+                calls.add(mark[1:])
+        return _MARK.sub("", text), marks
 
     def rendered(self, turns: Sequence[int], learn_thoughts: bool) -> Rendered:
         """Return the text with the spans of the assistant turns, given by message number."""
@@ -222,14 +254,14 @@ class _Chat:
         for number, i in enumerate(turns, 1):
             sizes = self._sizes[i]
             if whole == self._text:
-                parts = {part for _, message, part in marks if message == i}
+                parts = {mark.part for mark in marks if mark.message == i}
                 hidden += self._hides(i, parts)
                 located = self._by_marks(i, marks)
             else:  # the marks changed the output of the template
                 parts, located = sizes.keys(), self._by_prefixes(i)
             if not learn_thoughts:
                 located = self._without_thoughts(located, i, marks if whole == self._text else [])
-                parts = parts - {"t"}
+                parts = parts - {"reasoning"}
             characters = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
             spans += [(*span, n) for span, n in zip(located, characters, strict=False)]
             if not located:
@@ -240,10 +272,10 @@ class _Chat:
     def _hides(self, i: int, shown: set[str]) -> bool:
         """Return whether only an earlier reasoning is omitted; raise if a part is never shown."""
         absent = self._sizes[i].keys() - shown
-        if not absent or not shown and absent == {"c"}:  # the whole turn is absent: not located
+        if not absent or not shown and absent == {"content"}:  # the whole turn: not located
             return False
-        there = {part for _, message, part in self._shown(i + 1)[1] if message == i}
-        if never := {_PARTS[part[0]] for part in absent - there}:
+        there = {mark.part for mark in self._shown(i + 1)[1] if mark.message == i}
+        if never := {"tool calls" if "call" in part else part for part in absent - there}:
             what = " and ".join(sorted(never, reverse=True))
             raise TemplateError(f"omits the {what}: use another template, or remove them")
         return True
@@ -261,22 +293,25 @@ class _Chat:
 
     def _by_marks(self, i: int, marks: list[_Mark]) -> list[tuple[int, int]]:
         """Locate a turn by its marks; return an empty list if that fails."""
-        at = [n for n, (_, message, _) in enumerate(marks) if message == i]
-        if not at or at != [*range(at[0], at[-1] + 1)]:
+        at = [n for n, mark in enumerate(marks) if mark.message == i]
+        if not at or at != list(range(at[0], at[-1] + 1)):
             return []
-        begin, end = self._begin(i, marks, at[0]), len(self._text)
+        begin = self._begin(i, marks, at[0])
         if self._blocks:
-            blocks = [b for b in self._blocks if any(b[0] <= marks[n][0] <= b[1] for n in at)]
+            places = [marks[n].position for n in at]
+            blocks = [b for b in self._blocks if any(b[0] <= place <= b[1] for place in places)]
             return [(max(first, begin or 0), last) for first, last in blocks]
+        end: int | None = len(self._text)
         if i < len(self._messages) - 1:
-            following = marks[at[-1] + 1 :] or [(end, 0, "")]
-            end = self._edge(i + 1, marks[at[-1]], following[0][0])
+            following = marks[at[-1] + 1 :]
+            stop = following[0].position if following else len(self._text)
+            end = self._end(i + 1, marks[at[-1]], stop)
         return [] if begin is None or end is None else [(begin, end)]
 
     def _without_thoughts(self, spans: _Spans, i: int, marks: list[_Mark]) -> _Spans:
         """Cut the reasoning off the beginning of a turn; return an empty list if that fails."""
-        at = [place for place, message, part in marks if message == i and part == "t"]
-        if not spans or ("t" in self._sizes[i] and not marks):
+        at = [mark.position for mark in marks if mark[1:] == (i, "reasoning")]
+        if not spans or ("reasoning" in self._sizes[i] and not marks):
             return []
         end = at[-1] if at else spans[0][0]
         close = (_CLOSE if at else _EMPTY).match(self._text, end)
@@ -286,36 +321,39 @@ class _Chat:
     def _begin(self, i: int, marks: list[_Mark], at: int) -> int | None:
         """Return the position just after the prompt of the turn that `marks[at]` begins."""
         if i:
-            return self._edge(i, marks[at - 1] if at else (0, -1, ""), marks[at][0], prompt=True)
+            before = marks[at - 1] if at else _START
+            return self._end(i, before, marks[at].position, prompt=True)
         # The turn is the first message: search for the prompt that follows the last message.
         more, _ = self._shown(len(self._messages), prompt=True)
         prompt = more[_common(self._text, more) :]
-        place = self._text.rfind(prompt, 0, marks[at][0])
+        place = self._text.rfind(prompt, 0, marks[at].position)
         return place + len(prompt) if prompt and place >= 0 else 0
 
-    def _edge(self, upto: int, mark: _Mark, stop: int, *, prompt: bool = False) -> int | None:
+    def _end(self, upto: int, mark: _Mark, stop: int, *, prompt: bool = False) -> int | None:
         """Return where the first messages (and a generation prompt) end after their last mark.
 
         The result depends only on the text between two marks, so it is cached across conversations.
         """
-        gap, role = self._text[mark[0] : stop], self._messages[upto - 1]["role"]
-        key = (self._template, bool(self._tools), role, mark[2], prompt, gap)
-        if (length := _EDGES.get(key)) is None:
+        gap = self._text[mark.position : stop]
+        role = self._messages[upto - 1]["role"]
+        key = (self._template, bool(self._tools), role, mark.part, prompt, gap)
+        length = _LENGTHS.get(key)
+        if length is None:
             try:
-                length = self._reach(gap, mark, upto, prompt)
+                length = self._length(gap, mark, upto, prompt)
             except TemplateError:
                 return None
-            if length is not None and len(gap) < 256 and len(_EDGES) < 4096:
-                _EDGES[key] = length
-        return None if length is None else mark[0] + length
+            if length is not None and len(gap) < 256 and len(_LENGTHS) < 4096:
+                _LENGTHS[key] = length
+        return None if length is None else mark.position + length
 
-    def _reach(self, gap: str, mark: _Mark, upto: int, prompt: bool) -> int | None:
-        """Return how much of `gap` belongs to the messages before it."""
+    def _length(self, gap: str, mark: _Mark, upto: int, prompt: bool) -> int | None:
+        """Return how many characters of `gap` belong to the messages before it."""
         text, marks = self._shown(upto, prompt=prompt)
-        last = marks[-1] if marks else (0, -1, "")
-        tail = text[last[0] :]
+        last = marks[-1] if marks else _START
         if last[1:] != mark[1:]:
             return None
+        tail = text[last.position :]
         if gap.startswith(tail):
             return len(tail)
         # The prompt may contain `<think>`, unlike the turn. The last turn may end with EOS.
