@@ -1,13 +1,10 @@
-import copy
 import gc
-import hashlib
 import importlib
 import os
 import random
 import signal
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,8 +12,8 @@ import torch
 
 from ssl_kd.core.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
-from ssl_kd.vision.graph import form_ensemble
 from tests.photos import photo_run
+from tests.reuse import equal_results_are_reused
 from tests.tiny import text_file, tiny
 
 __all__ = ["photo_run", "text_file", "tiny"]  # fixtures of many folders
@@ -44,27 +41,8 @@ def _seeded():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _each_ensemble_is_formed_once():
-    """Reuse ensembles of equal arguments; forming one takes most of a tiny run."""
-    ensembles = {}
-
-    def cached(cosine, euclidean, whitened, n_clusters, sizes, progress):
-        digest = hashlib.sha256(repr((n_clusters, sizes)).encode())
-        for view in (cosine, euclidean, whitened):
-            digest.update(view.rows.tobytes())
-            for graph in view.graphs.values():
-                digest.update(graph.indices.tobytes() + graph.data.tobytes())
-        if (key := digest.digest()) not in ensembles:
-            calls = []
-            inputs = cosine, euclidean, whitened, n_clusters, sizes
-            ensemble = form_ensemble(*inputs, lambda *numbers: calls.append(numbers))
-            ensembles[key] = ensemble, calls
-        ensemble, calls = ensembles[key]
-        for numbers in calls:
-            progress(*numbers)
-        return copy.deepcopy(ensemble)
-
-    with mock.patch("ssl_kd.vision.partition.form_ensemble", cached):
+def _equal_results_are_reused():
+    with equal_results_are_reused():
         yield
 
 

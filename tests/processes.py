@@ -33,7 +33,12 @@ _context.set_forkserver_preload(  # modules that are not installed are skipped
         "transformers.trainer",
         "accelerate",
         "hypothesis",
-        "tests.frozen",
+        "faiss",
+        "scipy.cluster.hierarchy",
+        "sklearn.cluster",
+        "sklearn.manifold",
+        "torch.utils.tensorboard",
+        "tests.forked",
     ]
 )
 
