@@ -111,6 +111,7 @@ def test_a_rank_that_dies_ends_the_other(settings):
 
 
 @row(102)
+@pytest.mark.slow
 def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
     long = settings(run_name="long", max_steps=100_000, eval_every=100_000, checkpoint_every=50_000)
     process = torchrun("distill.py", *flags_of(long))

@@ -187,6 +187,17 @@ def trained(world, settings, *faults):
     return left(folder_of(settings))
 
 
+ALONE = {}
+
+
+def alone(settings, *faults, **changes):
+    """Return what one process leaves, trained once for equal changes and faults."""
+    key = repr((sorted(changes.items()), faults))
+    if key not in ALONE:
+        ALONE[key] = trained(1, settings("alone", **changes), *faults)
+    return ALONE[key]
+
+
 def same(one, other):
     for name, value in one.items():
         assert value == other[name], name
@@ -195,27 +206,31 @@ def same(one, other):
 # -- the bits of one process ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"instance_weight": "none"},
-        {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
-        {"method": "consensus", "loss": "fixed", "instance_weight": "none"},
-        {"method": "consensus"},
-        {"max_steps": None, "instance_weight": "own", "log_every": 20},  # until they converge
-    ],
-    ids=["none", "own", "fixed", "consensus", "converging"],
-)
-def test_several_ranks_leave_what_one_process_leaves(settings, changes):
-    one = trained(1, settings("one", **changes), (in_chunks, 2))
-    for world in (2, 3):
-        same(one, trained(world, settings(f"of {world}", **changes)))
+KINDS = {
+    "none": {"instance_weight": "none"},
+    "own": {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
+    "fixed": {"method": "consensus", "loss": "fixed", "instance_weight": "none"},
+    "consensus": {"method": "consensus"},
+    "converging": {"max_steps": None, "instance_weight": "own", "log_every": 20},
+}
+QUICK = ("none", 3), ("own", 2), ("fixed", 2), ("consensus", 2), ("converging", 2)
+EVERY = [
+    pytest.param(kind, world, marks=() if (kind, world) in QUICK else pytest.mark.slow)
+    for kind in KINDS
+    for world in (2, 3)
+]
+
+
+@pytest.mark.parametrize(("kind", "world"), EVERY)
+def test_several_ranks_leave_what_one_process_leaves(settings, kind, world):
+    one = alone(settings, (in_chunks, 2), **KINDS[kind])
+    same(one, trained(world, settings("several", **KINDS[kind])))
 
 
 def test_several_ranks_learn_from_rows_beyond_the_graph(settings):
-    one = trained(1, settings("one"), (in_chunks, 2), (with_few_in_the_graph,))
+    one = alone(settings, (in_chunks, 2), (with_few_in_the_graph,))
     same(one, trained(2, settings("of 2"), (with_few_in_the_graph,)))
-    assert one["model"] != trained(1, settings("whole"), (in_chunks, 2))["model"]
+    assert one["model"] != alone(settings)["model"]
 
 
 def test_trainers_of_the_default_shape_are_slices_of_one():
@@ -287,6 +302,7 @@ def test_a_finished_run_is_said_to_be_so(settings):
     assert first[0] == "RunFinished" and first[2] == BAD_INPUT and second[0] == "done"
 
 
+@pytest.mark.slow
 def test_torchrun_trains_one_run(settings):
     one = trained(1, settings("one"))
     words = command(2, settings("two"))
