@@ -332,10 +332,13 @@ def whole(folder):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_anywhere_nothing_half_is_seen_and_the_same_command_finishes(settings, tmp_path):
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_killed_anywhere_nothing_half_is_seen_and_the_same_command_finishes(
+    settings, tmp_path, kills
+):
     asked = settings(save(tmp_path, "new.npz", range(4), 40, 1), run_name="more")
-    found = kill_again_and_again(extend_in, whole, tmp_path / "k", asked.to_dict(), kills=4)
-    assert found.kills == 4
+    found = kill_again_and_again(extend_in, whole, tmp_path / "k", asked.to_dict(), kills=kills)
+    assert found.kills == kills
     for path in found.folders:
         assert whole(path) == {"more"}
         assert [p.name for p in (path / ".extending").iterdir()] == [".lock"]

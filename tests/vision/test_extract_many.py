@@ -5,8 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -21,7 +19,7 @@ from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.data import ArrayDataset, FolderDataset, open_dataset
 from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.teachers import load_teacher
-from tests.processes import ROOT
+from tests.processes import ROOT, script
 from tests.vision.counting import SHARD, Counting
 
 CPU = Precision.for_device("cpu")
@@ -55,18 +53,11 @@ class Job:
             *("--device", "cpu", *flags),
         ]
 
-    def run(self, *flags, words=None, **environment):
-        """Exit code, standard output and the last line of the error output; or of other words."""
+    def run(self, *flags, words=None):
+        """Run the command, or other words; return exit code, stdout and the last line of stderr."""
         known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         known |= {"COUNTING": str(self.folder), "PYTHONPATH": paths(), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *(words or self.command(*flags))],
-            cwd=ROOT,
-            env=known | environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
+        done = script(ROOT, *(words or self.command(*flags)), env=known)
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stdout, (done.stderr.splitlines() or [""])[-1]
 
