@@ -70,7 +70,7 @@ PCA_DIM = 256
 STANDARDIZE = False
 # Nearest neighbors that a sample may be paired with, at least 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
-NEIGHBOURS = 20
+N_NEIGHBORS = 20
 # Number of clusters, at least 2; None: the number of classes if the data set has labels, else it is
 # found; auto: it is found.
 N_CLUSTERS = None

@@ -36,7 +36,7 @@ from sklearn.datasets import load_breast_cancer, load_digits, load_iris, load_wi
 
 from benchmarks.peers import METHODS, OURS
 from benchmarks.regret import read_features, standardized
-from benchmarks.sets import Labelled, Shelf, shelf_of
+from benchmarks.sets import Labeled, Shelf, shelf_of
 from benchmarks.turns import table_head, table_line, write_section
 from ssl_kd.vision import evaluate
 
@@ -103,7 +103,7 @@ class Published:
         return self.accuracy[algorithm].max(0)
 
 
-def sets(folder: Path, names: Iterable[str], shelf: str) -> dict[str, Labelled]:
+def sets(folder: Path, names: Iterable[str], shelf: str) -> dict[str, Labeled]:
     """Return the available sets of a shelf, or of `both`, by their names in CLUBench.
 
     Raises:
@@ -126,7 +126,7 @@ def sets(folder: Path, names: Iterable[str], shelf: str) -> dict[str, Labelled]:
     return chosen
 
 
-def run(every: Mapping[str, Labelled], seeds: int) -> dict[str, dict[str, float]]:
+def run(every: Mapping[str, Labeled], seeds: int) -> dict[str, dict[str, float]]:
     """Return the mean accuracy in percent of each method run here, by set."""
     accuracy: dict[str, dict[str, float]] = {method: {} for method in RUN_HERE}
     for name, (x, y) in every.items():
@@ -138,7 +138,7 @@ def run(every: Mapping[str, Labelled], seeds: int) -> dict[str, dict[str, float]
 
 
 def report(
-    published: Published, here: Mapping[str, Mapping[str, float]], every: Mapping[str, Labelled]
+    published: Published, here: Mapping[str, Mapping[str, float]], every: Mapping[str, Labeled]
 ) -> str:
     """Return Markdown tables: the mean over these sets, and each set, the largest losses first."""
     places = [published.names.index(name) for name in every]

@@ -40,7 +40,7 @@ from sklearn.metrics import average_precision_score
 from benchmarks.sets import (
     SETS,
     Absent,
-    Labelled,
+    Labeled,
     Sources,
     _cifar_images,
     _embedded,
@@ -54,7 +54,7 @@ from ssl_kd.vision.data.catalog import Split
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd_explore.curate import mislabelled, near_duplicates, outliers
+from ssl_kd_explore.curate import mislabeled, near_duplicates, outliers
 from ssl_kd_explore.curate.wrong_labels import _by_regression
 
 COPIES, SIDE, FLIPPED, STRANGE, ROWS, SEEDS = 200, 96, 0.05, 100, 2000, 5
@@ -150,14 +150,14 @@ def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[li
 # --- Labels and outliers --------------------------------------------------------------------------
 
 
-def _photos(sources: Sources, split: Split = "train") -> Labelled:
+def _photos(sources: Sources, split: Split = "train") -> Labeled:
     """Return the images of CIFAR-10 `[n, 32, 32, 3]` and their classes."""
     folder = _cifar_images(sources, split)
     images = [np.asarray(folder.image(i).convert("RGB")) for i in range(len(folder))]
     return np.stack(images), np.asarray(folder.labels)
 
 
-def _fashion(sources: Sources, n: int) -> Labelled:
+def _fashion(sources: Sources, n: int) -> Labeled:
     """Return the first images of Fashion-MNIST `[n, 28, 28]` and their classes."""
     dataset = _fashion_images(sources, n)
     return np.asarray(dataset.arrays), np.asarray(dataset.labels)
@@ -206,7 +206,7 @@ def single(side: int = 96) -> NDArray:
 def hosts(sources: Sources) -> Iterator[tuple[str, Host]]:
     """Yield CIFAR-10 and Fashion-MNIST, embedded with EfficientNet at 96 pixels."""
 
-    def embedded(name: str, images: NDArray, y: NDArray | None = None) -> Labelled:
+    def embedded(name: str, images: NDArray, y: NDArray | None = None) -> Labeled:
         y = np.zeros(len(images), np.int64) if y is None else y
         dataset = ArrayDataset(name, "train", images, y, None)
         return _embedded(sources, dataset, f"strange_{name}", SIDE)
@@ -264,7 +264,7 @@ def doubted(
         labels, ours = y.copy(), np.empty(len(y))
         labels[wrong] = (y[wrong] + step) % n_classes
         store = stored(x)
-        ranking = mislabelled(store, labels)
+        ranking = mislabeled(store, labels)
         ours[ranking.rows] = ranking.scores
         ranked = {"ours": ours}
         try:

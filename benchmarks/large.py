@@ -131,7 +131,7 @@ def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[s
         "method": method,
         "acc": scores["consensus", "train"],
         "steps": metrics["steps"],
-        "neighbours": metrics["neighbours"],
+        "neighbors": metrics["neighbors"],
         "seconds": metrics["seconds"] | {"start and report": seconds - metrics["seconds"]["total"]},
         "peak GiB": peak,
     }

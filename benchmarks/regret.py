@@ -41,7 +41,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.datasets import load_breast_cancer, load_iris, load_wine
 
 from benchmarks.peers import METHODS, OURS, Method, installed, variant, warm_up, without_noise
-from benchmarks.sets import SETS, Absent, Labelled, Shelf, Sources, long_tailed, shelf_of
+from benchmarks.sets import SETS, Absent, Labeled, Shelf, Sources, long_tailed, shelf_of
 from benchmarks.turns import PAGE, README, table_head, table_line, write_section
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.vision import evaluate
@@ -66,7 +66,7 @@ UNKNOWN = " without K"  # suffix of a method's name
 Row = dict[str, Any]
 
 
-def read_features(file: Path) -> Labelled:
+def read_features(file: Path) -> Labeled:
     """Read `x` and `y` from an NPZ file."""
     with np.load(file) as arrays:
         return arrays["x"], arrays["y"]
@@ -74,7 +74,7 @@ def read_features(file: Path) -> Labelled:
 
 def loaders_of(
     kind: Kind, features: Iterable[Path], sources: Sources
-) -> dict[str, Callable[[], Labelled]]:
+) -> dict[str, Callable[[], Labeled]]:
     """Return a loader for each set of a kind, or for the set that it is cut from.
 
     Raises:
@@ -82,7 +82,7 @@ def loaders_of(
     """
     if kind == "synthetic":
         return {name: partial(SETS[name], sources) for name in SYNTHETIC}
-    loaders: dict[str, Callable[[], Labelled]] = {}
+    loaders: dict[str, Callable[[], Labeled]] = {}
     if kind == "tables":
         loaders |= {name: partial(load, return_X_y=True) for name, load in TABLES.items()}
     else:
@@ -98,7 +98,7 @@ def loaders_of(
 
 def sets(
     kind: Kind, shelf: Shelf, features: Iterable[Path], sources: Sources, only: Sequence[str] = ()
-) -> Iterator[tuple[str, Labelled]]:
+) -> Iterator[tuple[str, Labeled]]:
     """Yield the available sets of a kind and shelf by name; print the missing ones to stderr.
 
     `only` lists the sets, or the sets that they are cut from; no names mean all.
@@ -148,7 +148,7 @@ def _rows_of_folder(name: str, y: NDArray, random: np.random.Generator) -> NDArr
     return random.permutation(np.concatenate(parts))
 
 
-def draw_of(kind: Kind, name: str, x: NDArray, y: NDArray, seed: int) -> Labelled:
+def draw_of(kind: Kind, name: str, x: NDArray, y: NDArray, seed: int) -> Labeled:
     """Return a random draw of a set, scaled, with contiguous class labels."""
     random = np.random.default_rng(seed)
     if kind == "folders":

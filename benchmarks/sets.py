@@ -30,7 +30,7 @@ from ssl_kd.vision.extract import Extraction
 from ssl_kd.vision.teachers import load_teacher
 from ssl_kd.vision.teachers.base import TeacherUnavailable
 
-Labelled = tuple[NDArray, NDArray]
+Labeled = tuple[NDArray, NDArray]
 Shelf = Literal["choose", "report"]
 SAME_SOURCE = {"speakers": "spokendigits"}  # the same recordings by voice, and by digit
 
@@ -90,7 +90,7 @@ def shelf_of(name: str) -> Shelf:
 # --- Images ---------------------------------------------------------------------------------------
 
 
-def _digits(sources: Sources) -> Labelled:
+def _digits(sources: Sources) -> Labeled:
     digits: Any = load_digits()
     return digits.data[:1437].astype(np.float32), digits.target[:1437]
 
@@ -107,7 +107,7 @@ def _fashion_images(sources: Sources, n: int) -> ArrayDataset:
     return ArrayDataset(whole.name, "train", whole.arrays[:n], whole.labels[:n], None)
 
 
-def _fashion(sources: Sources, n: int = 60_000) -> Labelled:
+def _fashion(sources: Sources, n: int = 60_000) -> Labeled:
     dataset: Any = _fashion_images(sources, n)
     return dataset.arrays.reshape(n, -1).astype(np.float32) / 255, dataset.labels
 
@@ -118,7 +118,7 @@ def _cifar_images(sources: Sources, split: Split = "train") -> ImageDataset:
     return _open(str(sources.cifar), "--cifar", split=split)
 
 
-def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: int) -> Labelled:
+def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: int) -> Labeled:
     """Return a set embedded with EfficientNet-Lite0, from the cache after the first call."""
     try:
         weights = sources.teacher_weights
@@ -133,18 +133,18 @@ def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: in
     return store.tensor().numpy(), store.labels.numpy()
 
 
-def _fashion_efficientnet(sources: Sources) -> Labelled:
+def _fashion_efficientnet(sources: Sources) -> Labeled:
     return _embedded(sources, _fashion_images(sources, 10_000), "fashion10k_efficientnet", 96)
 
 
-def _cifar_efficientnet(sources: Sources) -> Labelled:
+def _cifar_efficientnet(sources: Sources) -> Labeled:
     return _embedded(sources, _cifar_images(sources), "cifar_efficientnet", 224)
 
 
 # --- Long tails -----------------------------------------------------------------------------------
 
 
-def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labelled:
+def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labeled:
     """Return the largest subset with `n_max * imbalance^(-k / (K - 1))` samples in class k.
 
     `seed` draws the order of the classes (`y`, none empty) and the samples of each.
@@ -158,7 +158,7 @@ def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labe
     return x[subset], y[subset]
 
 
-def _tail(sources: Sources, of: str, imbalance: float) -> Labelled:
+def _tail(sources: Sources, of: str, imbalance: float) -> Labeled:
     return long_tailed(*SETS[of](sources), imbalance)
 
 
@@ -167,7 +167,7 @@ def _tail(sources: Sources, of: str, imbalance: float) -> Labelled:
 
 def _blobs(
     seed: int, sizes: NDArray, dim: int, apart: float, spread: NDArray, long: float, rank: int
-) -> Labelled:
+) -> Labeled:
     """Return Gaussians of `sizes` `[K]` around random centers, with deviations `spread` `[K]`.
 
     `apart` is the deviation of the centers; `rank` random directions are stretched by `long`.
@@ -183,7 +183,7 @@ def _blobs(
     return np.concatenate(parts).astype(np.float32)[order], y[order]
 
 
-def _unequal(sources: Sources) -> Labelled:
+def _unequal(sources: Sources) -> Labeled:
     """Return 12 blobs in 32 dimensions; sizes differ by a factor of 20, spreads by 4."""
     share = np.geomspace(1, 20, 12)
     sizes = np.round(6000 * share / share.sum()).astype(int)
@@ -192,12 +192,12 @@ def _unequal(sources: Sources) -> Labelled:
     return _blobs(0, sizes, 32, 0.8, spread, 1.0, 1)
 
 
-def _many(sources: Sources) -> Labelled:
+def _many(sources: Sources) -> Labeled:
     """Return 200 ellipsoids of 50 points in 64 dimensions."""
     return _blobs(1, np.full(200, 50), 64, 1.0, np.ones(200), 4.0, 4)
 
 
-def _two(sources: Sources) -> Labelled:
+def _two(sources: Sources) -> Labeled:
     """Return two moons in 32 dimensions, off the origin so that cosine keeps their shape."""
     rng = np.random.default_rng(2)
     plane, y = map(np.asarray, make_moons(3000, noise=0.1, random_state=2))
@@ -208,12 +208,12 @@ def _two(sources: Sources) -> Labelled:
     return (x @ turn).astype(np.float32), y
 
 
-def _rare(sources: Sources) -> Labelled:
+def _rare(sources: Sources) -> Labeled:
     """Return 9 ellipsoids of 550 points and one of 50 in 32 dimensions."""
     return _blobs(3, np.r_[np.full(9, 550), 50], 32, 0.5, np.full(10, 0.6), 4.0, 2)
 
 
-SETS: dict[str, Callable[[Sources], Labelled]] = {
+SETS: dict[str, Callable[[Sources], Labeled]] = {
     "digits": _digits,
     "fashion": _fashion,
     "fashion10k": partial(_fashion, n=10_000),

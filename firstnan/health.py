@@ -56,7 +56,7 @@ class Health:
     streak: Tensor  # latest steps in a row that left the part out
     run: Tensor  # healthy steps in a row
     restored: Tensor  # whether the part was restored and has not recovered since
-    reinitialised: Tensor  # whether the part was ever re-initialized
+    reinitialized: Tensor  # whether the part was ever re-initialized
     retired: Tensor  # whether the part is left out for good
 
     @classmethod
@@ -64,7 +64,7 @@ class Health:
         """Return the state before the first step."""
         dtypes = dict.fromkeys((field.name for field in fields(cls)), torch.int32)
         dtypes |= {"level": torch.float32}
-        dtypes |= dict.fromkeys(("restored", "reinitialised", "retired"), torch.bool)
+        dtypes |= dict.fromkeys(("restored", "reinitialized", "retired"), torch.bool)
         zeros = {n: torch.zeros(parts, dtype=dtype, device=device) for n, dtype in dtypes.items()}
         return cls(**zeros)
 
@@ -113,7 +113,7 @@ class Health:
     ) -> tuple[dict[int, str], str]:
         """Decide what to do with parts that were bad for too many steps in a row.
 
-        Waits for the device. Returns part -> "restore", "reinitialise" or "retire", for the caller
+        Waits for the device. Returns part -> "restore", "reinitialize" or "retire", for the caller
         to carry out, and why training cannot continue, or "". `shared` parts, which the others
         depend on, are only ever restored, and not counted. `judge` returns this reason, or "" if
         other processes hold more parts.
@@ -121,15 +121,15 @@ class Health:
         patience = thresholds.stop_after or thresholds.restore_after
         if int(self.streak.max()) < min(patience, thresholds.restore_after):
             return {}, ""
-        columns = (self.streak, self.retired, self.restored, self.reinitialised)
-        streak, retired, restored, reinitialised = (column.tolist() for column in columns)
+        columns = (self.streak, self.retired, self.restored, self.reinitialized)
+        streak, retired, restored, reinitialized = (column.tolist() for column in columns)
         late = [n >= thresholds.restore_after for n in streak]
         active = [p for p, gone in enumerate(retired) if not gone and p not in shared]
         if thresholds.stop_after and all(streak[part] >= patience for part in active):
             return {}, f"no part had a healthy step in the last {patience} steps"
         actions = {}
         for part in (part for part, gone in enumerate(retired) if late[part] and not gone):
-            further = "retire" if reinitialised[part] else "reinitialise"
+            further = "retire" if reinitialized[part] else "reinitialize"
             actions[part] = further if restored[part] and part not in shared else "restore"
         tally = Tally(
             parts=len(late),
@@ -143,9 +143,9 @@ class Health:
         for part, action in actions.items():
             self.streak[part] = 0
             self.restored[part] = True
-            self.reinitialised[part] |= action == "reinitialise"
+            self.reinitialized[part] |= action == "reinitialize"
             self.retired[part] = action == "retire"
-            if action == "reinitialise":  # its new gradients are unrelated to the old ones
+            if action == "reinitialize":  # its new gradients are unrelated to the old ones
                 self.seen[part] = self.spikes[part] = self.zeros[part] = 0
         return actions, ""
 

@@ -135,7 +135,7 @@ class Guard:
         # This state is on the CPU: a step reads losses and norms from the device once.
         self.health = Health.fresh(n)
         for i, part in enumerate(self._parts):  # what cannot be re-initialized skips this rung
-            self.health.reinitialised[i] = not part.resets
+            self.health.reinitialized[i] = not part.resets
         shared = {self._index[SHARED]} if SHARED in self._index else set()
         words = dict(advice or {})
         self.recovery = Recovery(self._parts, self.health, words, shared, first_step=first_step)

@@ -141,7 +141,7 @@ class ModuleParts(UserList[ModulePart]):
         return mine.good["step"]
 
     @torch.no_grad()
-    def reinitialise(self, part: int, step: int) -> None:
+    def reinitialize(self, part: int, step: int) -> None:
         """Re-initialize a part before `step`; torch's global random generators do not advance."""
         mine, seed = self[part], hash((step, part)) & (2**63 - 1)  # equal on all ranks
         gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)

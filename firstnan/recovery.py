@@ -18,7 +18,7 @@ class Recovery:
     """Report the faults of parts, and restore parts that stay unhealthy.
 
     `parts` are `ModuleParts`, or a caller's own with the same `names`, `note`, `finite`, `restore`
-    and `reinitialise`. `health` is changed in place. `shared` is as in `Health.escalate`, `advice`
+    and `reinitialize`. `health` is changed in place. `shared` is as in `Health.escalate`, `advice`
     as in `Guard`, also for kinds of faults that the caller detects.
 
     The methods take the number of steps before this one; `first_step` is added to it in events.
@@ -85,8 +85,8 @@ class Recovery:
             return [*events[:-1], replace(events[-1], reason=why)], why
         events = []
         for part, action in actions.items():
-            if action == "reinitialise":
-                self.parts.reinitialise(part, step + 1)
+            if action == "reinitialize":
+                self.parts.reinitialize(part, step + 1)
                 done = "re-initialized"
             else:  # a retired part is restored too, so that its weights are finite
                 done = self._restore(part)

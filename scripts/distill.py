@@ -1,4 +1,4 @@
-"""Distil a language model: python scripts/distill.py --preset stable --teacher_model FOLDER."""
+"""Distill a language model: python scripts/distill.py --preset stable --teacher_model FOLDER."""
 
 import sys
 from pathlib import Path

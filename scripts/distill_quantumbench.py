@@ -1,4 +1,4 @@
-"""Distil a teacher into a student on one jsonl file, with the flags of older scripts.
+"""Distill a teacher into a student on one jsonl file, with the flags of older scripts.
 
 python scripts/distill_quantumbench.py --teacher_model FOLDER --student_model_name gpt2 \
     --data_path questions.jsonl --epochs 3 --batch_size 2 --learning_rate 2e-5
@@ -16,7 +16,7 @@ CONFIG = Path(__file__).with_name("config.py")
 
 
 def main(words: list[str]) -> int:
-    """Read the flags and distil."""
+    """Read the flags and distill."""
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="Defaults: --epochs 3 --batch_size 2 --learning_rate 2e-5 --temperature 3; "

@@ -27,7 +27,7 @@ def installation() -> bool:
 
 
 def tiny_run(folder: Path) -> bool:
-    """Distil a mixture of experts for some steps, and look at what came of it."""
+    """Distill a mixture of experts for some steps, and look at what came of it."""
     import torch
     from safetensors.torch import load_file
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -1,4 +1,4 @@
-"""Distil with the preset `fp16_safe`: python scripts/train_sar_kd_fp16_safe.py --help."""
+"""Distill with the preset `fp16_safe`: python scripts/train_sar_kd_fp16_safe.py --help."""
 
 import sys
 from pathlib import Path

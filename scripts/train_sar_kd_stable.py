@@ -1,4 +1,4 @@
-"""Distil with the preset `stable`: python scripts/train_sar_kd_stable.py --help."""
+"""Distill with the preset `stable`: python scripts/train_sar_kd_stable.py --help."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Distil with the preset `ultra_stable`: python scripts/train_sar_kd_ultra_stable.py --help."""
+"""Distill with the preset `ultra_stable`: python scripts/train_sar_kd_ultra_stable.py --help."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Distil language models from Python: `Distillation(teacher, student, texts).run()`.
+"""Distill language models from Python: `Distillation(teacher, student, texts).run()`.
 
 The names of `ssl_kd.language.distillation`, under the path that users import.
 """

@@ -1,4 +1,4 @@
-"""Distil language models with the Trainer of Hugging Face, or guard a Trainer with its own loss.
+"""Distill language models with the Trainer of Hugging Face, or guard a Trainer with its own loss.
 
 The names of `ssl_kd.language.hf_trainer`, under the path that users import.
 """

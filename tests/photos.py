@@ -16,7 +16,7 @@ QUICK = {
     "n_heads": 4,
     "hidden_dim": 16,
     "batch_size": 32,
-    "neighbours": 8,
+    "n_neighbors": 8,
     "max_steps": 60,
     "baselines": False,
 }

@@ -119,7 +119,7 @@ def cache(config, tmp_path):
     """Write a cache of two shards, sample `s<i>` in row i, and settings that suit its size."""
     config.write_text(
         f"EMBEDDINGS_DIR = {str(tmp_path / 'embeddings')!r}\n"
-        "N_HEADS = 3\nBATCH_SIZE = 16\nNEIGHBOURS = 3\nHIDDEN_DIM = 8\n"
+        "N_HEADS = 3\nBATCH_SIZE = 16\nN_NEIGHBORS = 3\nHIDDEN_DIM = 8\n"
     )
 
     def make(x):

@@ -37,7 +37,7 @@ for x in (torch.ones(4, 3), torch.full((4, 3), float("nan"))):
     guard.step()
 assert int(guard.updates[0]) == 1 and all(p.isfinite().all() for p in model.parameters())
 
-from ssl_kd.language.run import run as distil  # all that it imports
+from ssl_kd.language.run import run as distill  # all that it imports
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 

@@ -250,10 +250,10 @@ class Run:
         names = self.samples.column("file", split).tolist()
         return Ranked(names, np.arange(len(scores)), scores)
 
-    def mislabelled(self, split: str = "train") -> Ranked:
-        """Rank the samples of a split by how improbable their label is (`curate.mislabelled`)."""
+    def mislabeled(self, split: str = "train") -> Ranked:
+        """Rank the samples of a split by how improbable their label is (`curate.mislabeled`)."""
         clusters = self.samples.column("cluster", split)
-        return curate.mislabelled(self.samples.store(split), clusters=clusters)
+        return curate.mislabeled(self.samples.store(split), clusters=clusters)
 
     def odd_images(
         self, split: str = "train", *, progress: Callable[[int, int], None] | None = None

@@ -145,7 +145,7 @@ def test_a_part_climbs_the_ladder_and_is_forgiven_after_a_while():
         return health.escalate(few)[0]
 
     assert bad(1) == {} and bad(1) == {1: "restore"}
-    assert bad() == {1: "reinitialise"}
+    assert bad() == {1: "reinitialize"}
     for _ in range(4):
         health.record_(well, norm, few)
     assert bad() == {1: "restore"}  # forgiven: it begins again at the lowest rung
@@ -205,7 +205,7 @@ def test_a_part_begun_anew_is_judged_without_its_past(begun_anew):
     feed(first, [1.0] * 40, thresholds=few)
     health.restored[0] = begun_anew
     bad_steps(health, 2, few, {0})
-    assert health.escalate(few)[0] == {0: "reinitialise" if begun_anew else "restore"}
+    assert health.escalate(few)[0] == {0: "reinitialize" if begun_anew else "restore"}
     stages = feed(first, [1e12] * 25, thresholds=few)
     assert (Stage.SPIKE in stages) != begun_anew
 

@@ -313,7 +313,7 @@ def climb(rank):
     return train(rank, loop, 12, of_parts, thresholds=Thresholds(restore_after=2, forgive_after=3))
 
 
-def test_a_part_is_restored_reinitialised_and_retired_alike():
+def test_a_part_is_restored_reinitialized_and_retired_alike():
     one = agreed(run_ranks(climb, 2))
     for action in ("restored", "re-initialized", "retired"):
         assert action in reasons(one), action

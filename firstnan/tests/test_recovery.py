@@ -33,7 +33,7 @@ class Bench:
         self.weights[part] = self.good[part]
         return 0
 
-    def reinitialise(self, part, step):
+    def reinitialize(self, part, step):
         self.begun.append((part, step))
 
     def step(self, step, sick=(), stage=Stage.LOSS):
@@ -113,7 +113,7 @@ def test_a_run_that_stops_puts_back_what_is_sick_and_nothing_else():
 def test_a_run_that_stops_leaves_a_healthy_part_as_it_is():
     bench = Bench(Thresholds(restore_after=3, min_parts=3))
     bench.health.streak[0] = 3
-    bench.health.restored[0] = bench.health.reinitialised[0] = True
+    bench.health.restored[0] = bench.health.reinitialized[0] = True
     bench.weights += 50
     events, why = bench.recovery.escalate(7, bench.thresholds)
     assert "only 2 of 3" in why and bench.weights.tolist() == [[0, 0], [51, 51], [52, 52]]

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         lambda argv: train(["extract", *argv], prog="ssl_kd"),
         "cache a teacher's embeddings, on one machine or many, and stop",
     ),
-    "distill": (partial(distill, prog="ssl_kd distill"), "distil a language model"),
+    "distill": (partial(distill, prog="ssl_kd distill"), "distill a language model"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),
     "verify": (verify, "compare the losses of live and cached teachers on your models"),
     "curate": (command("curate"), "find duplicates, outliers, leaks and wrong labels"),

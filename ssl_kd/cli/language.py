@@ -50,7 +50,7 @@ def distill(
     config: Path = LANGUAGE_CONFIG,
     prog: str = "distill.py",
 ) -> int:
-    """Distil a language model with the settings in file and flags; return the exit code.
+    """Distill a language model with the settings in file and flags; return the exit code.
 
     Args:
         argv: The flags.
@@ -63,7 +63,7 @@ def distill(
 
 
 def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> int:
-    """Distil a language model and print its scores; return the exit code.
+    """Distill a language model and print its scores; return the exit code.
 
     Args:
         read: Returns the settings; an error that it raises is printed as one line.

@@ -59,7 +59,7 @@ def own_data(settings: VisionSettings) -> Iterator[Finding]:
         yield Finding(_FIRST_BATCHES, str(error), FOLLOW_MESSAGE)
         return
     n_clusters = estimated or _UNKNOWN_CLUSTERS
-    widths = settings.neighbours, settings.pca_dim
+    widths = settings.n_neighbors, settings.pca_dim
     yield from _first_batches(settings, *widths, store, n_clusters, precision)
 
 

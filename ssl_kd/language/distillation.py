@@ -1,4 +1,4 @@
-"""Distil language models from Python: `Distillation(teacher, student, texts).run()`."""
+"""Distill language models from Python: `Distillation(teacher, student, texts).run()`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Model = str | os.PathLike[str] | tuple[Any, Any]
 
 
 class Distillation:
-    """Distil a teacher into a student language model, as `scripts/distill.py` does.
+    """Distill a teacher into a student language model, as `scripts/distill.py` does.
 
     Args:
         teacher: folder or Hub name of a causal language model; a transformers model in memory as

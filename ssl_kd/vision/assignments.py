@@ -143,9 +143,9 @@ def write_assignments(
     The columns are those of `SplitAssignments.blocks`, without the label if none is known.
     `before` is another run's file to copy first; its format and columns are then used.
     """
-    labelled = any(split.all_labels is not None for split in splits.values())
+    labeled = any(split.all_labels is not None for split in splits.values())
     names = next(next(iter(splits.values())).blocks("", rows_per_block=1))
-    columns = [name for name in names if labelled or name != "label"]
+    columns = [name for name in names if labeled or name != "label"]
     is_csv = sum(split.store.n for split in splits.values()) <= CSV_ROWS
     if before is not None:
         is_csv = before.suffix == ".csv"

@@ -79,7 +79,7 @@ class MultiHeadClusterer(
         pca_dim: wider embeddings are rotated to this many principal components; None for never.
         standardize: divide each column by its standard deviation, after subtracting its mean. For
             tables whose columns have different units.
-        neighbours: number of nearest neighbors of a sample in the graph; at most n - 1 are used.
+        n_neighbors: number of nearest neighbors of a sample in the graph; at most n - 1 are used.
         method: `consensus`, or `heads`; see above.
         cluster_sizes: `even`, or `any` if some clusters are many times larger than others.
         n_heads: number of heads.
@@ -143,7 +143,7 @@ class MultiHeadClusterer(
         *,
         pca_dim: int | None = VisionSettings.pca_dim,
         standardize: bool = VisionSettings.standardize,
-        neighbours: int = VisionSettings.neighbours,
+        n_neighbors: int = VisionSettings.n_neighbors,
         method: str = VisionSettings.method,
         cluster_sizes: str = VisionSettings.cluster_sizes,
         n_heads: int = VisionSettings.n_heads,
@@ -166,7 +166,7 @@ class MultiHeadClusterer(
         self.n_clusters = n_clusters
         self.pca_dim = pca_dim
         self.standardize = standardize
-        self.neighbours = neighbours
+        self.n_neighbors = n_neighbors
         self.method = method
         self.cluster_sizes = cluster_sizes
         self.n_heads = n_heads
@@ -263,7 +263,7 @@ class MultiHeadClusterer(
         projected, rows = projection(rows), projection.columns(rows)
         beyond = [projection(x[block]) for block in others.split(ROWS_PER_BLOCK)]
         gather = torch.cat([projected, *beyond]).__getitem__
-        k = min(settings.neighbours, len(rows) - 1)
+        k = min(settings.n_neighbors, len(rows) - 1)
         neighbors = neighbors_in_memory(rows, k, device=precision.device)[0]
         partitions = partition = nearest = self.number_ = None
         starts = Starts()

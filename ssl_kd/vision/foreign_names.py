@@ -27,7 +27,7 @@ _SAME: Mapping[str, str] = {
     "max_steps": "max_iters n_steps num_steps total_steps train_steps",
     "n_clusters": "n_classes num_classes num_clusters out_dim",
     "n_heads": "num_heads",
-    "neighbours": "k_neighbors k_neighbours knn_k n_neighbors neighbors num_neighbors",
+    "n_neighbors": "k_neighbors k_neighbours knn_k neighbors neighbours num_neighbors",
     "run_name": "exp_name experiment experiment_name",
     "runs_dir": "output_path save_dir",
     "seed": "random_seed random_state",
@@ -79,7 +79,7 @@ INSTEAD: Mapping[str, str] = by_name(
         "The teacher embeds as many images at once as its memory takes; --batch_size is of the "
         "heads.": """
             embedding_batch_size eval_batch_size extract_batch_size feature_batch_size""",
-        "Images are not augmented: a sample is paired with one of its --neighbours.": """
+        "Images are not augmented: a sample is paired with one of its --n_neighbors.": """
             aug_* augment augmentation augmentations crop_size global_crops_number
             global_crops_scale local_crops_number local_crops_scale n_crops num_crops
             num_views""",
@@ -113,7 +113,7 @@ INSTEAD: Mapping[str, str] = by_name(
         "--baselines runs the linear probe, too.": "eval_knn knn_eval linear_probe probe",
         "Use --teacher timm:NAME or torchvision:NAME.": "pretrained teacher_source",
         "Labels are used for scoring only; --labels says which.": "label_smoothing n_labels",
-        "Neighbors are found automatically; --neighbours is their number.": """
+        "Neighbors are found automatically; --n_neighbors is their number.": """
             faiss_index knn_backend mutual_neighbours neighbours_search use_faiss""",
         "Embeddings are compared by direction and by distance, as they are.": """
             l2_normalize normalize normalize_embeddings""",

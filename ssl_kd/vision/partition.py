@@ -147,7 +147,7 @@ def views(
     unit = safe_normalize(embeddings(torch.arange(n)).float())
     k = min(max(COSINE_GRAPHS), n - 1)
     near = neighbors[:, :k]
-    if near.shape[1] < k:  # NEIGHBOURS is smaller than k
+    if near.shape[1] < k:  # N_NEIGHBORS is smaller than k
         near = neighbors_in_memory(unit, k, device=device)[0]
     distances = _distances(near, unit).square() / 2  # 1 - cosine
     graphs = {

@@ -98,7 +98,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
     rows = TrainingRows.fit(store, settings, n_clusters)
     if rows.unequal:
         logger.warning("%s", rows.unequal)
-    with clock("neighbours"):
+    with clock("neighbors"):
         neighbors, search = _find_neighbors(context, rows)
     with clock("graph"):
         device, report = context.precision.device, _reporter("graph", context.progress)
@@ -128,7 +128,7 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
         answered = form_answer(settings, trainer, neighbors, rows, rows.projection, partition)
         save_model(answered.model, context.folder)
         context.progress("consensus", 1, 1, {"heads": len(answered.chosen)})
-    about |= {"neighbours": search, "columns": rows.unequal}
+    about |= {"neighbors": search, "columns": rows.unequal}
     return TrainedHeads(
         trainer,
         answered.model,
@@ -257,8 +257,8 @@ def _reporter(stage: str, progress: Progress) -> Callable[[int, int], None]:
 
 def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, dict[str, Any]]:
     """Return `[n, k]` neighbors and how they were found."""
-    k, device = min(context.settings.neighbours, rows.n - 1), context.precision.device
-    report = _reporter("neighbours", context.progress)
+    k, device = min(context.settings.n_neighbors, rows.n - 1), context.precision.device
+    report = _reporter("neighbors", context.progress)
     if rows.n < rows.store.n:
         logger.info("the neighbor graph holds %d of %d samples", rows.n, rows.store.n)
     embeddings = rows.embeddings(torch.arange(rows.n))

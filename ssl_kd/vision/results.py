@@ -86,12 +86,12 @@ def _table(
     def row(name: str, values: dict[str, Any], note: str | None = None) -> None:
         rows.append({"name": name, "split": split, **values, "note": note})
 
-    labelled = any(score["acc"] is not None for score in scores)
+    labeled = any(score["acc"] is not None for score in scores)
     answer = evaluate.clustering_scores(assignments.all_labels, assignments.clusters)
     row("consensus", answer, f"{len(chosen)} of {len(scores)} heads")
     row("best head (unsupervised)", scores[best], f"head {best}")
     mean = dict.fromkeys(scores[0])
-    if labelled:
+    if labeled:
         mean = {name: float(np.mean([s[name] or 0.0 for s in scores])) for name in mean}
     row("mean over heads", mean)
     for baseline in baselines:
@@ -100,7 +100,7 @@ def _table(
         if clusters is not None:
             values = evaluate.clustering_scores(assignments.labels, clusters)
         row(baseline.name, values, baseline.note)
-    if labelled:
+    if labeled:
         top = max(range(len(scores)), key=lambda i: scores[i]["acc"] or 0.0)
         row("best head, chosen by labels", scores[top], f"head {top}")
     return rows
@@ -163,7 +163,7 @@ def _other(ensemble: Ensemble, n_clusters: int) -> dict[str, Any]:
 
 
 def _calibration(split: SplitAssignments) -> dict[str, Any] | None:
-    """Return accuracy by confidence over the labelled samples; None if there are none."""
+    """Return accuracy by confidence over the labeled samples; None if there are none."""
     if split.all_labels is None or not (known := split.all_labels >= 0).any():
         return None
     is_right = evaluate.rightly_placed(split.all_labels, split.clusters)

@@ -197,7 +197,7 @@ class GraphSettings(Settings):
         " mean",
         "For tables whose columns have different units; not for embeddings of a network.",
     )
-    neighbours: int = setting(
+    n_neighbors: int = setting(
         20,
         "nearest neighbors that a sample may be paired with",
         "Fewer for small or many classes: clearly below the number of samples per class.",

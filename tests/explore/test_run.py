@@ -79,7 +79,7 @@ def test_curation_of_a_split(run):
     assert len(run.leaks(threshold=1.0)) == 0
     far = run.outliers()
     assert len(far) == len(train) and far.scores[0] == run.samples.column("outlier", "train").max()
-    assert len(run.mislabelled("test")) == len(run.samples.splits["test"])
+    assert len(run.mislabeled("test")) == len(run.samples.splits["test"])
     assert run.odd_images().reasons == {}
     with pytest.raises(InputError, match="no split 'extend1'; expected train, test"):
         run.outliers("extend1")

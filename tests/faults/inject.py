@@ -34,7 +34,7 @@ FAST = {
     "n_heads": 4,
     "hidden_dim": 16,
     "batch_size": 32,
-    "neighbours": 5,
+    "n_neighbors": 5,
     "epochs": 10_000,
     "max_steps": 30,
     "log_every": 5,

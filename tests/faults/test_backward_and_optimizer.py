@@ -150,7 +150,7 @@ def test_ten_bad_steps_restore_the_head_from_its_last_good_state(fault, stage):
 
 
 @row(34)
-def test_a_head_that_is_always_bad_is_reinitialised_once_then_retired():
+def test_a_head_that_is_always_bad_is_reinitialized_once_then_retired():
     clean = trained(steps=60)
     sick = trained(in_forward(set_gradient(math.nan), range(60)), steps=60)
     assert [(step, done) for step, stage, done in sick.of(HEAD) if stage == "escalation"] == [

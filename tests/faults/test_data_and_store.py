@@ -271,8 +271,8 @@ def _features(tmp_path, digits, n, **more):
 @row(10)
 @pytest.mark.parametrize(
     ("n", "changes"),
-    [(20, {"batch_size": 256}), (5, {"neighbours": 20, "n_clusters": 3}), (2, {"n_clusters": 2})],
-    ids=["a batch", "k neighbours", "two samples"],
+    [(20, {"batch_size": 256}), (5, {"n_neighbors": 20, "n_clusters": 3}), (2, {"n_clusters": 2})],
+    ids=["a batch", "k neighbors", "two samples"],
 )
 def test_few_samples_work(settings, tmp_path, digits, n, changes):
     data = _features(tmp_path, digits, n, labels=digits[1][:n])

@@ -90,7 +90,7 @@ def test_finds_clusters_and_predicts_held_out_samples(blobs):
     assert adjusted_rand_score(y[100:], clusterer.predict(X[100:])) > 0.9
 
 
-def test_training_data_is_predicted_as_labelled_and_probabilities_add_up(fitted, blobs):
+def test_training_data_is_predicted_as_labeled_and_probabilities_add_up(fitted, blobs):
     X, _ = blobs
     probabilities = fitted.predict_proba(X)
     np.testing.assert_array_equal(fitted.predict(X), fitted.labels_)
@@ -453,11 +453,11 @@ def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, met
     x = centres[y] + np.random.default_rng(1).normal(size=(700, 6))
     monkeypatch.setattr("ssl_kd.vision.training_rows.GRAPH_ROWS", 200)
     seen = []
-    neighbours = ssl_kd.vision.estimator.neighbors_in_memory
+    neighbors = ssl_kd.vision.estimator.neighbors_in_memory
     monkeypatch.setattr(
         ssl_kd.vision.estimator,
         "neighbors_in_memory",
-        lambda x, k, **how: seen.append(len(x)) or neighbours(x, k, **how),
+        lambda x, k, **how: seen.append(len(x)) or neighbors(x, k, **how),
     )
     options = {"method": method, "n_heads": 2, "max_steps": 40, "random_state": 0}
     clusterer = MultiHeadClusterer(6, **options).fit(x)

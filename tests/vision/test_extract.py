@@ -161,8 +161,8 @@ def album(root, folders=("2023", "2024", "misc"), each=4):
 def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path, first, force):
     root, cache = album(tmp_path / "album"), tmp_path / "cache"
 
-    def data(labelled):
-        return FolderDataset(root, "album", "train", labelled=labelled)
+    def data(labeled):
+        return FolderDataset(root, "album", "train", labeled=labeled)
 
     def stop(batch):
         if len(failing.sizes) == 2:
@@ -181,9 +181,9 @@ def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path,
     else:
         assert store.labels is not None and store.labels.tolist() == expected
         assert store.class_names == ("2023", "2024", "misc")
-    for labelled in (False, True):
-        opened = run(data(labelled), again, cache)
-        assert (opened.labels is not None) == labelled
+    for labeled in (False, True):
+        opened = run(data(labeled), again, cache)
+        assert (opened.labels is not None) == labeled
         assert opened.labels is None or opened.labels.tolist() == expected
     assert sum(again.sizes) == embedded
 

@@ -107,12 +107,12 @@ def trained(x, **changes):
     few = {"n_heads": 5, "hidden_dim": 10, "batch_size": 16, "max_steps": 100}
     settings = VisionSettings(**{**few, "learning_rate": 0.01, **changes})
     projection = Projection.fit(x, settings.pca_dim)
-    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
+    neighbors = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
     trainer = fit.make_trainer(settings, projection.dim, K, Precision.for_device("cpu"))
     gather = projection(x).__getitem__
-    plan = fit.make_plan(settings, trainer, neighbours, gather)
+    plan = fit.make_plan(settings, trainer, neighbors, gather)
     train(trainer, plan.sampler, gather, plan.max_steps)
-    return trainer, lambda: fit.form_answer(settings, trainer, neighbours, gather, projection)
+    return trainer, lambda: fit.form_answer(settings, trainer, neighbors, gather, projection)
 
 
 @pytest.mark.parametrize(("unit", "pca_dim"), [(1e-4, None), (1.0, 4), (1e4, None)])

@@ -27,8 +27,8 @@ DIGITS: Any = load_digits()
 X, Y = torch.from_numpy(DIGITS.data[:500]).float(), DIGITS.target[:500]
 
 
-def _inputs(x=X, neighbours=20):
-    return nearest_neighbors(x, neighbours), x.__getitem__, Projection.fit(x, None)(x)
+def _inputs(x=X, neighbors=20):
+    return nearest_neighbors(x, neighbors), x.__getitem__, Projection.fit(x, None)(x)
 
 
 def test_graphs_are_cosine_euclidean_and_half_whitened():
@@ -60,8 +60,8 @@ def test_it_finds_the_digits_and_reports_each_partition():
     assert found.number is None and len(found.levels) > 2
 
 
-def test_fewer_neighbours_to_pair_with_change_no_graph():
-    few, many = (partition_of(10, *_inputs(neighbours=k), CPU).clusters for k in (5, 20))
+def test_fewer_neighbors_to_pair_with_change_no_graph():
+    few, many = (partition_of(10, *_inputs(neighbors=k), CPU).clusters for k in (5, 20))
     assert torch.equal(few, many)
 
 

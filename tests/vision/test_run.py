@@ -46,7 +46,7 @@ FAST = {
     "n_heads": 4,
     "hidden_dim": 16,
     "batch_size": 32,
-    "neighbours": 5,
+    "n_neighbors": 5,
     "epochs": 10_000,
     "max_steps": 30,
     "log_every": 5,
@@ -131,7 +131,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert os.readlink(done.parent / "latest") == done.name
     assert all(ok for _, ok in stages)
     assert [*dict.fromkeys(stage for stage, _ in stages)] == (
-        "extract neighbours graph train consensus judge".split()
+        "extract neighbors graph train consensus judge".split()
     )
 
     config = json.loads((done / "config.json").read_text())
@@ -162,7 +162,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         assert ("spectral clustering", split) in rows
     assert found["knn_accuracy"] > 0.5 and found["linear_probe"]["accuracy"] > 0.5
     assert set(found["seconds"]) == {
-        *"extract neighbours graph train consensus answer judge total".split(),
+        *"extract neighbors graph train consensus answer judge total".split(),
     }
 
     lines = assignments(done)
@@ -296,7 +296,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     assert samples.store().labels is None
     assert "No labels are known" in str(model_card(samples))
     with pytest.raises(InputError, match="fewer than two classes"):
-        OpenRun.open(path).mislabelled()
+        OpenRun.open(path).mislabeled()
 
 
 @fault(171)
@@ -335,8 +335,8 @@ def test_without_labels_the_number_of_clusters_is_found_unless_it_is_set(setting
     messages = [record.message for record in caplog.records]
     assert "N_CLUSTERS is found, because DATASET has no labels; --n_clusters sets it" in messages
     caplog.clear()
-    labelled = metrics(run(settings(**album | {"n_clusters": None, "labels": "folders"})))
-    assert len(labelled["cluster_sizes"]) == 3 and labelled["graph"]["number"] is None
+    labeled = metrics(run(settings(**album | {"n_clusters": None, "labels": "folders"})))
+    assert len(labeled["cluster_sizes"]) == 3 and labeled["graph"]["number"] is None
     assert any("N_CLUSTERS is 3, the number of classes of DATASET" in m for m in caplog.messages)
 
 
@@ -490,7 +490,7 @@ def test_too_few_samples_are_counted_with_those_that_were_left_out(
         run(settings(**few, run_name="65", n_clusters=65))
 
 
-def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
+def test_unlabeled_images_run_to_the_end(settings, tmp_path, digits):
     save_images(tmp_path / "pictures", digits[0][:64])
     (tmp_path / "pictures" / "broken.png").write_bytes(b"no image")
     save_images(tmp_path / "few", digits[0][:8])
@@ -516,7 +516,7 @@ def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
     assert np.array_equal(np.asarray(picture.convert("L")), digits[0][3])
 
 
-def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp_path, digits):
+def test_partly_labeled_images_are_judged_by_the_labels_there_are(settings, tmp_path, digits):
     images, labels = digits
     save_images(tmp_path / "pictures", images[:32])
     for digit in range(10):
@@ -530,8 +530,8 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     found = metrics(done)
     assert found["dataset"]["n_classes"] == 10 and found["table"][0]["acc"] > 0
     assert (found["dataset"]["n_labelled"], found["dataset"]["n_train"]) == (64, 96)
-    assert "the 64 labelled samples (of 96)" in write_report(done).read_text()
-    assert "(64 of 96 training samples are labelled)" in str(results_table(found).title)
+    assert "the 64 labeled samples (of 96)" in write_report(done).read_text()
+    assert "(64 of 96 training samples are labeled)" in str(results_table(found).title)
 
 
 def test_what_of_the_data_is_used_is_in_the_log_once_and_in_the_metrics(

@@ -137,7 +137,7 @@ def test_a_settings_file_with_older_names_is_read(tmp_path):
         embeddings_dir="data/embeddings",
         n_clusters=10,
         n_heads=50,
-        neighbours=50,
+        n_neighbors=50,
         epochs=100,
         batch_size=512,
         learning_rate=1e-4,

@@ -142,7 +142,7 @@ def _check(
 ) -> tuple[list[tuple[str, str, arrow.Table]], NDArray[np.bool_]]:
     """Return name, summary and table of each check, and a mask of the samples to keep `[n]`."""
     from ssl_kd.vision.data.usage import counted
-    from ssl_kd_explore.curate import leaks, mislabelled, near_duplicates, outliers
+    from ssl_kd_explore.curate import leaks, mislabeled, near_duplicates, outliers
     from ssl_kd_explore.metadata import write_measures
 
     def show(stage: str) -> Callable[[int, int], None]:
@@ -186,7 +186,7 @@ def _check(
         tables.append(("leaks", summary, leaked.frame()))
     if store.labels is not None and len(store.labels[store.labels >= 0].unique()) > 1:
         clusters = None if run is None else run.samples.column("cluster", split)
-        suspect = mislabelled(store, clusters=clusters)
+        suspect = mislabeled(store, clusters=clusters)
         n_suspect = int((suspect.columns["label"] != suspect.columns["suggested"]).sum())
         summary = f"{n_suspect:,} samples whose neighbors disagree with their label"
         tables.append(("labels", summary, suspect.top(MAX_LISTED).frame()))

@@ -27,13 +27,13 @@ BUDGET = 200_000_000  # maximum of rows x dimensions x classes that a classifier
 PREDICTED = 8192  # rows that are classified at once
 
 
-def mislabelled(
+def mislabeled(
     store: EmbeddingStore,
     labels: NDArray[np.integer] | None = None,
     *,
     clusters: NDArray[np.integer] | None = None,
 ) -> Ranked:
-    """Rank the labelled samples by how improbable their label is.
+    """Rank the labeled samples by how improbable their label is.
 
     The score is 1 minus the mean of two or three probabilities of the sample's label: the vote of
     its 20 nearest neighbors, a logistic regression that was fitted to the other four folds, and, if
@@ -47,7 +47,7 @@ def mislabelled(
         clusters: cluster of each sample `[n]`, -1 for no cluster.
 
     Returns:
-        The labelled samples, with the columns `label` and `suggested` (the most probable class).
+        The labeled samples, with the columns `label` and `suggested` (the most probable class).
         Both columns hold class names if the labels are those of a store that has class names.
 
     Raises:
@@ -97,7 +97,7 @@ def _by_neighbors(
 ) -> NDArray[np.float32]:
     """Return the neighbors' vote for each class, `[n, class]`, weighted by nearness and belief.
 
-    Votes are uniform for a row without a labelled neighbor.
+    Votes are uniform for a row without a labeled neighbor.
     """
     votes = np.zeros((store.n, n_classes), np.float32)
     for rows, others, distance in neighbor_distances(store, neighbors):
@@ -105,8 +105,8 @@ def _by_neighbors(
         weight = np.exp((cosine - cosine[:, :1]) / TEMPERATURE) * belief[others]
         for place in range(others.shape[1]):
             voted = codes[others[:, place]]
-            labelled = voted >= 0
-            votes[rows[labelled], voted[labelled]] += weight[labelled, place]
+            labeled = voted >= 0
+            votes[rows[labeled], voted[labeled]] += weight[labeled, place]
     total = votes.sum(1, keepdims=True)
     return np.where(total > 0, votes / np.where(total > 0, total, 1), 1 / n_classes)
 
@@ -114,7 +114,7 @@ def _by_neighbors(
 def _by_regression(
     store: EmbeddingStore, known: NDArray[np.int64], known_codes: NDArray, n_classes: int
 ) -> NDArray[np.float32]:
-    """Return cross-validated class probabilities of the labelled samples, `[m, class]`."""
+    """Return cross-validated class probabilities of the labeled samples, `[m, class]`."""
     probabilities = np.full((len(known), n_classes), 1 / n_classes, np.float32)
     if len(known) < FOLDS:
         return probabilities

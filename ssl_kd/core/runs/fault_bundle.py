@@ -135,11 +135,16 @@ def load_bundle(path: str | Path) -> Bundle:
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     with open(path, "rb") as file:  # raises an OSError that says why the file cannot be read
-        start = file.read(2)
-    if start == b"PK":  # torch.save, as in versions before this one
+        start = file.read(9)
+    if start[:2] == b"PK":  # torch.save, as in versions before this one
         raise InputError(
             f"{path} is not a fault bundle that this version of ssl_kd can read. Install the "
             "commit that wrote it (`commit` in config.json of the run), or record the fault again"
+        )
+    if start and start[8:] != b"{":  # safetensors begins with a length of 8 bytes and JSON
+        raise InputError(
+            f"{path} is not a fault bundle. Expected one of the .safetensors files in the folder "
+            "`faults` of a run"
         )
     try:
         return unpack(Path(path))

@@ -1,4 +1,4 @@
-"""Distil language models with the Trainer of Hugging Face, or guard a Trainer with its own loss.
+"""Distill language models with the Trainer of Hugging Face, or guard a Trainer with its own loss.
 
 `DistillationTrainer(student, teacher, ...)` replaces `Trainer(student, ...)`;
 `Trainer(..., callbacks=[GuardCallback()])` skips bad steps of any loss. For bit-exact resume,

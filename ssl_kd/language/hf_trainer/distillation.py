@@ -1,4 +1,4 @@
-"""Distil a teacher into a student with the Trainer of Hugging Face."""
+"""Distill a teacher into a student with the Trainer of Hugging Face."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def distillation_terms(
         _check_targets(targets, n, vocab)
     common, outside = _common_vocabulary(x, weight, bias, teachers)
     if outside is not None and outside.at is None and len(outside.entries) == common:
-        teachers, outside = (), None  # no entry is left to compare: nothing to distil
+        teachers, outside = (), None  # no entry is left to compare: nothing to distill
     device = x.device.type
     objective = TokenObjective(
         targets,

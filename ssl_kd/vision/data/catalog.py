@@ -32,7 +32,7 @@ _SPLITS_OF_IMAGES = {
     "test": ("test", "testing", "val", "validation", "valid", "dev"),
 }
 """Names of the folders of images of a split, in any case; the first one that exists is used."""
-_UNLABELLED = ("unlabeled", "unlabelled")
+_UNLABELED = ("unlabeled", "unlabelled")  # names of folders
 """Further names of folders that show that the folder `train` beside them is a split."""
 
 
@@ -139,7 +139,7 @@ def _open_folder(
     split: Split,
     class_names: tuple[str, ...] | None,
     whole: bool,
-    labelled: bool,
+    labeled: bool,
     levels: Levels | None = None,
 ) -> ImageDataset | None:
     splits = _split_folders(path)
@@ -154,13 +154,13 @@ def _open_folder(
         listed = read_file_list(folder)
         folder, name, paths = listed["folder"], listed["folder"], listed["files"]
     try:
-        if split == "test" and class_names is None and labelled:
+        if split == "test" and class_names is None and labeled:
             class_names = _class_folders(splits.get("train"))
         return FolderDataset(
             folder,
             name,
             split,
-            labelled=labelled,
+            labeled=labeled,
             class_names=class_names,
             paths=paths,
             left_out=left_out,
@@ -186,9 +186,7 @@ def _split_folders(path: Path) -> dict[str, Path]:
         places = (by_name[name] for name in names if name in by_name)
         if (place := next(places, None)) is not None:
             splits[split] = place
-    has_siblings = "train" in splits and (
-        "test" in splits or any(n in by_name for n in _UNLABELLED)
-    )
+    has_siblings = "train" in splits and ("test" in splits or any(n in by_name for n in _UNLABELED))
     if splits and not has_siblings and _images_beside(path, splits):
         return {}
     return splits

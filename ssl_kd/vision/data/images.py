@@ -102,8 +102,8 @@ class FolderDataset(ImageDataset):
     Hidden files are skipped. A link to an image file is read, also if the file is outside of the
     folder, and `usage` has the number of such links; links among `paths` are not followed out of
     the folder. Links to folders are not entered: reading them raises UnreadableImage. If
-    `labelled`, the subfolders of `root` are classes, in the order of `class_names`, and images
-    directly in `root` have the label -1; the fingerprint does not depend on `labelled`.
+    `labeled`, the subfolders of `root` are classes, in the order of `class_names`, and images
+    directly in `root` have the label -1; the fingerprint does not depend on `labeled`.
 
     `levels` are the values of black and white of images with more than 8 bits. By default they
     suit all images of the folder; the fingerprint depends on them.
@@ -115,7 +115,7 @@ class FolderDataset(ImageDataset):
         name: str,
         split: str,
         *,
-        labelled: bool = False,
+        labeled: bool = False,
         class_names: tuple[str, ...] | None = None,
         paths: Iterable[str] | None = None,
         left_out: Sequence[LeftOut] = (),
@@ -144,7 +144,7 @@ class FolderDataset(ImageDataset):
         ]
         self.folders = tuple(sorted({folder for folder in first if folder is not None}))
         names, labels = None, None
-        if labelled and self.folders:
+        if labeled and self.folders:
             names = self.folders if class_names is None else tuple(map(_printable, class_names))
             if unknown := sorted(set(self.folders) - set(names)):
                 raise InputError(

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.vision.evaluate.sample import labelled_sample
+from ssl_kd.vision.evaluate.sample import labeled_sample
 
 
 def knn_accuracy(
@@ -58,7 +58,7 @@ def knn_accuracy(
         raise ValueError(
             "one of test_x and test_y is None; expected both, or neither for leave-one-out"
         )
-    x, y = labelled_sample(train_x, train_y, max_test if test_x is None else max_train, seed)
+    x, y = labeled_sample(train_x, train_y, max_test if test_x is None else max_train, seed)
     spare = 0 if test_x is not None else 1
     if len(y) < 2:
         return None
@@ -71,7 +71,7 @@ def knn_accuracy(
     classifier.fit(normalize(x), y)
     if test_x is None or test_y is None:
         return float((classifier.predict(None) == y).mean())  # None: neighbors exclude self
-    query_x, query_y = labelled_sample(test_x, test_y, max_test, seed)
+    query_x, query_y = labeled_sample(test_x, test_y, max_test, seed)
     if not len(query_y):
         return None
     return float((classifier.predict(normalize(query_x)) == query_y).mean())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.vision.evaluate.sample import labelled_sample
+from ssl_kd.vision.evaluate.sample import labeled_sample
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def linear_probe(
     classes = np.unique(train_y[train_y >= 0])
     n_known = int((train_y >= 0).sum())
     max_rows = max(2_000, BUDGET // (train_x.shape[1] * max(len(classes), 1)))
-    x, y = labelled_sample(train_x, train_y, max_rows, seed)
+    x, y = labeled_sample(train_x, train_y, max_rows, seed)
     notes = [f"fitted on a random {len(y)} of {n_known} samples"] if len(y) < n_known else []
     nothing = {"accuracy": None, "C": None, "rows": len(y), "converged": True}
     if len(classes) < 2 or len(y) < 10:
@@ -66,7 +66,7 @@ def linear_probe(
         x, held_x, y, held_y = _split(x, y, 0.25, seed)
         notes.append("tested on a held-out quarter of the training data")
     else:
-        held_x, held_y = labelled_sample(test_x, test_y, max_rows, seed)
+        held_x, held_y = labeled_sample(test_x, test_y, max_rows, seed)
     if not len(held_y):
         return nothing | {"note": "no probe: no held-out sample has a label"}
 

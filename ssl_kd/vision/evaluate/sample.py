@@ -28,15 +28,15 @@ def in_range(x: NDArray, *others: NDArray | None) -> list[NDArray]:
     return [(a.astype(np.float64) / largest).astype(np.float32) for a in arrays]
 
 
-def labelled_sample(x: NDArray, y: NDArray, max_rows: int, seed: int) -> tuple[NDArray, NDArray]:
+def labeled_sample(x: NDArray, y: NDArray, max_rows: int, seed: int) -> tuple[NDArray, NDArray]:
     """Return embeddings `[m, d]` float32 and labels `[m]` of labeled rows, at most `max_rows`."""
     y = np.asarray(y)
     if len(x) != len(y):
         raise ValueError(
             f"there are {len(x)} embeddings and {len(y)} labels; expected one label per embedding"
         )
-    labelled = np.flatnonzero(y >= 0)
-    if len(labelled) > max_rows:
-        logger.info("using a random %d of %d labeled samples", max_rows, len(labelled))
-    rows = labelled[random_rows(len(labelled), max_rows, seed)]
+    labeled = np.flatnonzero(y >= 0)
+    if len(labeled) > max_rows:
+        logger.info("using a random %d of %d labeled samples", max_rows, len(labeled))
+    rows = labeled[random_rows(len(labeled), max_rows, seed)]
     return np.asarray(x[rows], np.float32), y[rows]

@@ -55,7 +55,7 @@ def results_table(metrics: dict[str, Any]) -> Table:
     title = "Clusters against the labels, in percent" if metrics["table"] else None
     data = metrics["dataset"]
     if title and data["n_labelled"] != data["n_train"]:
-        title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples are labelled)"
+        title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples are labeled)"
     # 80 columns are enough for every name; only a long note takes a second line.
     table = new_table(title, "answer")
     table.add_column("split")

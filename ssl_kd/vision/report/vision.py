@@ -30,7 +30,7 @@ def content(
 ) -> dict[str, Any]:
     """Return the values that the clustering template needs in addition to the frame's."""
     data, metrics = run.metrics.get("dataset", {}), run.metrics
-    labelled = bool(data.get("labelled")) or any(
+    labeled = bool(data.get("labelled")) or any(
         finite(row.get("acc")) for row in metrics.get("table", [])
     )
     noun = "image" if images is not None else "sample"
@@ -47,11 +47,11 @@ def content(
         points, on_map = points[on_map >= 0], on_map[on_map >= 0]
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
-        **_header(run, labelled, noun, sizes, decided),
+        **_header(run, labeled, noun, sizes, decided),
         "decisions": [] if decided is None else decided.history(),
-        "labelled": labelled,
+        "labeled": labeled,
         "noun": noun,
-        "table": _table(_rows_of(metrics)) if labelled else {"rows": [], "splits": []},
+        "table": _table(_rows_of(metrics)) if labeled else {"rows": [], "splits": []},
         "map": figures.cluster_map(points, on_map),
         "map_points": f"{len(points):,}",
         "gallery": gallery(run, images, sizes, decided),
@@ -79,14 +79,14 @@ def _calibration(run: RunResults) -> str:
 
 
 def _header(
-    run: RunResults, labelled: bool, noun: str, sizes: dict[int, int], decided: Decided | None
+    run: RunResults, labeled: bool, noun: str, sizes: dict[int, int], decided: Decided | None
 ) -> dict[str, Any]:
     """Return the headline, the line above it and the sentences below."""
     metrics = run.metrics
     data, seconds = metrics.get("dataset", {}), metrics.get("seconds", {}).get("total")
-    n, n_labelled = data.get("n_train"), data.get("n_labelled")
+    n, n_labeled = data.get("n_train"), data.get("n_labelled")
     count = f"{n:,} {noun}s" if isinstance(n, int) else f"{noun}s"
-    scored = count if n_labelled == n else f"the {n_labelled:,} labelled {noun}s (of {n:,})"
+    scored = count if n_labeled == n else f"the {n_labeled:,} labeled {noun}s (of {n:,})"
     k = sum(size > 0 for size in sizes.values()) or data.get("n_classes")
     table = metrics.get("table", [])
     ours = [row for row in table if row.get("name") not in (*BASELINES, BY_LABELS)]
@@ -96,7 +96,7 @@ def _header(
     if "extended" in metrics:
         headline = extension_text(metrics)
         lead.append(f"They were added to the run {base_name(metrics['extended']['run'])}.")
-    elif labelled and finite(answer.get("acc")):
+    elif labeled and finite(answer.get("acc")):
         headline = f"{percent(answer['acc'])} % of {scored} in the right cluster, without a label"
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()

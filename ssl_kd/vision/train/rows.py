@@ -145,7 +145,7 @@ class RowParts:
             tensor[part].copy_(self.good[name][part])
         return int(self.good_step[part])
 
-    def reinitialise(self, part: int, step: int) -> None:
+    def reinitialize(self, part: int, step: int) -> None:
         """Re-initialize a part before `step`; the new state counts as good."""
         self.good_step[part] = step
         for name, row in self._fresh(part, step).items():

@@ -6,7 +6,7 @@ from PIL import Image
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.vision.data import FolderDataset
-from ssl_kd_explore.curate import leaks, mislabelled, odd_images, outliers
+from ssl_kd_explore.curate import leaks, mislabeled, odd_images, outliers
 from tests.explore.curate.stores import distinct, write
 from tests.faults.matrix import row as fault
 
@@ -73,7 +73,7 @@ def test_wrong_labels_come_first(tmp_path, with_clusters):
     wrong = np.arange(0, 500, 25)
     given[wrong] = (given[wrong] + 2) % 5
     given[[3, 7]] = -1
-    ranked = mislabelled(write(tmp_path, x, given), clusters=y if with_clusters else None)
+    ranked = mislabeled(write(tmp_path, x, given), clusters=y if with_clusters else None)
     first = ranked.top(20)
     assert len(ranked) == 498 and set(first.rows) == set(wrong)
     assert (first.columns["suggested"] == y[first.rows]).all()
@@ -82,9 +82,9 @@ def test_wrong_labels_come_first(tmp_path, with_clusters):
 
 def test_too_few_labels_are_refused(tmp_path):
     with pytest.raises(InputError, match="the labels of .* have fewer than two classes"):
-        mislabelled(write(tmp_path, np.eye(6)))
+        mislabeled(write(tmp_path, np.eye(6)))
     with pytest.raises(InputError, match="`labels` has 3 values; expected 6"):
-        mislabelled(write(tmp_path / "b", np.eye(6)), np.array([0, 1, 1]))
+        mislabeled(write(tmp_path / "b", np.eye(6)), np.array([0, 1, 1]))
 
 
 def test_blank_tiny_and_broken_pictures(tmp_path):

@@ -109,7 +109,7 @@ def test_cards_have_the_scores_of_the_run(content, tmp_path, caplog):
     export(replace(content, names={1: "/home/anna"}), "hf-dataset", tmp_path / "paths")
     assert "the columns cluster_name have absolute paths" in caplog.text
     content.samples.metrics = {**content.samples.metrics, "table": []}
-    text = (export(content, "hf-model", tmp_path / "unlabelled") / "README.md").read_text()
+    text = (export(content, "hf-model", tmp_path / "unlabeled") / "README.md").read_text()
     assert "no scores" in text
 
 

@@ -1,4 +1,4 @@
-"""The Trainer that distils: its losses, its guard by term, ranks, checkpoints and teachers."""
+"""The Trainer that distills: its losses, its guard by term, ranks, checkpoints and teachers."""
 
 import math
 import shutil

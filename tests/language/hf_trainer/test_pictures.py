@@ -1,4 +1,4 @@
-"""The Trainer that distils, with batches of images: whoever makes them, the same losses."""
+"""The Trainer that distills, with batches of images: whoever makes them, the same losses."""
 
 import math
 from typing import Any

@@ -305,7 +305,7 @@ def test_a_bad_row_is_not_written(tmp_path, value):
 
 def test_a_bad_row_found_when_its_shard_is_complete_can_be_skipped_too(tmp_path):
     x = rows_of()
-    x[20, 1] = 1e9  # plausible alone, not beside its neighbours
+    x[20, 1] = 1e9  # plausible alone, not beside its neighbors
     with make_writer(tmp_path) as writer:
         with pytest.raises(NonFiniteRow) as caught:
             fill(writer, x)

@@ -23,7 +23,7 @@ def test_classes_are_the_first_level_at_any_depth_and_case(tmp_path):
     picture(tmp_path / "cat" / ".hidden.png")
     picture(tmp_path / ".git" / "x.png")
     (tmp_path / "empty").mkdir()
-    data = FolderDataset(tmp_path, "mine", "train", labelled=True)
+    data = FolderDataset(tmp_path, "mine", "train", labeled=True)
     assert data.ids == ["cat/deep/er/é.png", "cat/x.JpEg", "dog/a b.JPG", "loose.webp"]
     assert data.class_names == ("cat", "dog")
     assert data.labels is not None and data.labels.dtype == np.int64
@@ -33,15 +33,15 @@ def test_classes_are_the_first_level_at_any_depth_and_case(tmp_path):
 
 def test_folders_are_classes_only_on_request_and_do_not_change_what_the_data_is(tmp_path):
     picture(tmp_path / "loose.png")
-    flat = FolderDataset(tmp_path, "album", "train", labelled=True)
+    flat = FolderDataset(tmp_path, "album", "train", labeled=True)
     assert flat.folders == () and flat.labels is flat.class_names is None
     for name in ("2023/a.png", "2024/b.png", "misc/deep/c.png"):
         picture(tmp_path / name)
     data = FolderDataset(tmp_path, "album", "train")
     assert data.labels is None and data.class_names is None
     assert data.folders == ("2023", "2024", "misc")
-    labelled = FolderDataset(tmp_path, "album", "train", labelled=True)
-    assert labelled.class_names == data.folders and labelled.fingerprint == data.fingerprint
+    labeled = FolderDataset(tmp_path, "album", "train", labeled=True)
+    assert labeled.class_names == data.folders and labeled.fingerprint == data.fingerprint
 
 
 def test_folder_without_an_image_says_what_was_looked_for(tmp_path):
@@ -197,8 +197,8 @@ def test_arrays_come_back_as_images():
 def test_class_numbers_can_be_fixed_by_another_split(tmp_path):
     picture(tmp_path / "dog" / "a.png")
     names = ("ant", "cat", "dog")
-    data = FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=names)
+    data = FolderDataset(tmp_path, "mine", "test", labeled=True, class_names=names)
     assert data.labels is not None
     assert data.labels.tolist() == [2] and data.class_names == ("ant", "cat", "dog")
     with pytest.raises(ValueError, match=r"\['dog'\]; expected those of the training"):
-        FolderDataset(tmp_path, "mine", "test", labelled=True, class_names=("ant",))
+        FolderDataset(tmp_path, "mine", "test", labeled=True, class_names=("ant",))

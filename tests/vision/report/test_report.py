@@ -33,7 +33,7 @@ N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A finished run on 60 labelled training and 20 held-out images, four clusters, six heads."""
+    """A finished run on 60 labeled training and 20 held-out images, four clusters, six heads."""
     rng = np.random.default_rng(0)
     folder = tmp_path / "run-1"
     folder.mkdir()

@@ -365,7 +365,7 @@ def test_a_resumed_run_restores_from_the_same_state(kept_every_50_steps):
     whole, resumed = _interrupted(make, 80, at=67)
     assert _all_equal(whole, resumed)
     health = whole.state.health
-    assert health.reinitialised[2]
+    assert health.reinitialized[2]
     assert whole.tensors()["good_step"].tolist() == [50, 50, 80, 50, 50]
 
 
