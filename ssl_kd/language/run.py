@@ -85,14 +85,14 @@ def run(
             with clock("prepare"):
                 prepared = prepare(settings, precision, progress, ranks, models, texts)
             ranks.from_first(partial(folder.check_data, prepared.digest))
-            folder.update_json("config.json", **config_facts(prepared))
+            folder.writer.update_json("config.json", **config_facts(prepared))
             if folder.writes:
                 write_left_out(prepared, folder.path / "left_out.txt")
             steps = prepared.settings.n_steps(len(prepared.blocks))
             with clock("judge"):
                 progress("judge", 0, 2, {})
                 prepared, table, generations = judge_teachers(prepared)
-                folder.update_json("config.json", precision=str(prepared.precision))
+                folder.writer.update_json("config.json", precision=str(prepared.precision))
             prepared = prepared.without_cached_teacher()
             distiller = make_distiller(prepared, folder)
             judge = make_judge(prepared, distiller.source.as_loaded)
@@ -113,7 +113,7 @@ def run(
                 progress("judge", 2, 2, {})
             with clock("save"):
                 _save(folder, prepared, distiller, table)
-            folder.update_json(  # the last file: it marks the run as finished
+            folder.writer.update_json(  # the last file: it marks the run as finished
                 "metrics.json",
                 table=table,
                 best_step=best.step,
@@ -149,14 +149,14 @@ def _train(
         best.load(state["best"])
     else:
         offer(0)
-    folder.rewind(start)
-    folder.become_latest()
+    folder.writer.rewind(start)
+    folder.writer.become_latest()
     boards = settings.boards if ranks.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
         board.resume(start)
 
         def on_log(row: Row) -> None:
-            folder.log(row)
+            folder.writer.log(row)
             board.log(row["step"], {k: v for k, v in row.items() if v is not None})
             losses = {k: row[k] for k in ("train_loss", "ce", "kd") if row[k] is not None}
             speed = {"tokens/s": row["tokens_per_second"]}
@@ -164,11 +164,11 @@ def _train(
 
         def on_checkpoint(done: int) -> object:
             state = {"distiller": distiller.state(), "best": best.state()}
-            return folder.save_checkpoint(done, state)
+            return folder.writer.save_checkpoint(done, state)
 
         def on_eval(done: int) -> None:
             row = offer(done).table_row("student")
-            folder.log({"step": done, "eval": row})
+            folder.writer.log({"step": done, "eval": row})
             board.log(done, {f"eval/{k}": v for k, v in row.items() if isinstance(v, float)})
 
         try:

@@ -21,6 +21,7 @@ from ssl_kd.core.precision import Precision, default_torch_state
 from ssl_kd.core.runs.clock import Clock, no_progress
 from ssl_kd.core.runs.folder import RunFolder, RunFolderError, check_version, named_by_time
 from ssl_kd.core.runs.ranks import refuse_ranks
+from ssl_kd.core.runs.writer import become_latest
 from ssl_kd.core.settings import SettingsError
 from ssl_kd.core.settings.early import check_run_name, run_to_extend
 from ssl_kd.core.settings.import_paths import path_of_file
@@ -136,7 +137,7 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
     with Lock(staging / ".lock"):
         for leftover in (p for p in staging.iterdir() if p.is_dir()):  # from a killed extension
             shutil.rmtree(leftover)
-        with RunFolder(settings.replace(runs_dir=str(staging))) as folder:
+        with RunFolder.open(settings.replace(runs_dir=str(staging))) as folder:
             with clock("offer"):
                 progress("offer", 0, 2, {})
                 extended = model.extended(store.gather, store.n)
@@ -161,10 +162,10 @@ def extend(settings: VisionSettings, *, progress: Progress = no_progress) -> Pat
             metrics |= {"dataset": data, "teacher": parent.metrics["teacher"]}
             if (parent.path / DECIDED).is_file():
                 shutil.copyfile(parent.path / DECIDED, folder.path / DECIDED)
-            folder.update_json("metrics.json", **metrics, seconds=clock.seconds)
-        folder.path = _move(folder.path, runs, settings.run_name)
-    folder.become_latest()
-    return folder.path
+            folder.writer.update_json("metrics.json", **metrics, seconds=clock.seconds)
+        path = _move(folder.path, runs, settings.run_name)
+    become_latest(path)
+    return path
 
 
 def _check_new(parent: _Parent, name: str, new: Source) -> None:

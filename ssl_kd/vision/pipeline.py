@@ -22,9 +22,10 @@ from ssl_kd.core.runs.clock import Clock, Progress, no_progress
 from ssl_kd.core.runs.fault_bundle import FlightRecorder
 from ssl_kd.core.runs.folder import RunFolder, RunFolderError
 from ssl_kd.core.runs.loop import run_loop
-from ssl_kd.core.runs.process_group import ReadOnlyRunFolder, load_checkpoint
+from ssl_kd.core.runs.process_group import load_checkpoint
 from ssl_kd.core.runs.ranks import following
 from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.runs.writer import NoWriter
 from ssl_kd.core.settings import SettingsError
 from ssl_kd.core.shards.fingerprint import Fingerprint
 from ssl_kd.vision.cache import EmbeddingStore, neighbors_in_memory
@@ -154,7 +155,7 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
             )
         store = EmbeddingStore.open(leader.store, "train", expect=leader.fingerprint, verify=False)
         rows = TrainingRows(store, leader.projection, leader.rows, len(leader.neighbors))
-        folder = ReadOnlyRunFolder(leader.path)
+        folder = RunFolder(leader.path, NoWriter())
         context = RunContext(
             settings,
             folder,
@@ -216,9 +217,9 @@ def _train(
         else:
             learner = RankHeadsLearner(ranks, settings.log_every, trainer, **options)
         start = load_last(folder, learner, ranks)
-        folder.rewind(start)
+        folder.writer.rewind(start)
         context.board.resume(start)
-        folder.become_latest()
+        folder.writer.become_latest()
         try:
             steps = run_loop(
                 learner,
@@ -269,7 +270,7 @@ def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, di
 def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:
     """Write a log record into the run folder and to the board, and show the mean loss."""
     row = dataclasses.asdict(record)
-    context.folder.log(row)
+    context.folder.writer.log(row)
     looks = learner.looks()
     for step in [at for at in looks if context.board.last_step < at <= record.step]:
         context.board.log(step, {"neighbor_information": looks[step]})
@@ -283,7 +284,7 @@ def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:
 def _save(context: RunContext, learner: HeadsLearner, step: int) -> object:
     """Save a checkpoint with the heads of all ranks."""
     tensors = context.ranks.gather_rows(learner.trainer.tensors())
-    return context.folder.save_checkpoint(step, tensors | learner.tensors())
+    return context.folder.writer.save_checkpoint(step, tensors | learner.tensors())
 
 
 def load_last(folder: RunFolder, learner: HeadsLearner, ranks: HeadRanks) -> int:
@@ -304,7 +305,7 @@ def load_last(folder: RunFolder, learner: HeadsLearner, ranks: HeadRanks) -> int
 def save_model(model: ClusterModel, folder: RunFolder) -> None:
     """Write `model.safetensors`, and its digest and the model's options into `config.json`."""
     file = model.save_tensors(folder.path)
-    folder.update_json("config.json", **model.options, **{DIGEST: sha256_file(file)})
+    folder.writer.update_json("config.json", **model.options, **{DIGEST: sha256_file(file)})
 
 
 def _only_rank_0() -> Any:

@@ -72,7 +72,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         log_method(settings)
         check_boards(settings.boards)
         precision = Precision.for_device(ranks.device, settings.use_fp16)
-        folder = stack.enter_context(RunFolder(settings))
+        folder = stack.enter_context(RunFolder.open(settings))
         signals = stack.enter_context(Signals(folder))
         facts = {"precision": str(precision), "method": settings.description}
         folder.write_config(settings, **facts)
@@ -99,7 +99,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
             "events": folder.count_events(),
             "seconds": clock.seconds,
         }
-        folder.update_json("metrics.json", **metrics)  # the last file: the run is finished
+        folder.writer.update_json("metrics.json", **metrics)  # the last file: the run is finished
         return folder.path
 
 
@@ -120,7 +120,7 @@ def _embed(
         logger.info("N_CLUSTERS is %s; --n_clusters sets it", how)
     folder.check_data(fingerprint(train.dataset, train.teacher, precision).digest)
     resolved = settings.replace(embeddings_dir=str(train.folder)).to_dict()
-    folder.update_json("config.json", settings=resolved)
+    folder.writer.update_json("config.json", settings=resolved)
     stores = {split: extraction.store() for split, extraction in extractions.items()}
     sources = {
         split: describe_source(each.dataset, stores[split]) for split, each in extractions.items()

@@ -16,7 +16,7 @@ from PIL import Image
 from ssl_kd.core.files import CorruptFileError, sha256_file
 from ssl_kd.core.files.lock import Lock
 from ssl_kd.core.precision import Precision
-from ssl_kd.core.runs.folder import RunFolder
+from ssl_kd.core.runs.writer import Writer
 from ssl_kd.core.shards import NonFiniteRow
 from ssl_kd.core.shards.shards import read_manifest, write_manifest
 from ssl_kd.vision.cache import find_neighbors
@@ -208,12 +208,12 @@ def test_no_room_for_a_checkpoint_leaves_the_one_before(settings, train_py, tmp_
     size = (whole / "checkpoint" / "step_000000030.pt").stat().st_size
     cut = settings(run_name="cut", checkpoint_every=8)
 
-    def full_from_the_second(folder, step, tensors, write=RunFolder._write_checkpoint):
+    def full_from_the_second(folder, step, tensors, write=Writer._write_checkpoint):
         with _files_up_to(size // 2 if step == 16 else size * 2):
             write(folder, step, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "_write_checkpoint", full_from_the_second)
+        patch.setattr(Writer, "_write_checkpoint", full_from_the_second)
         code, error = train_py(cut)
     line = one_line(error)
     assert code == 1 and "File too large" in line and "step_000000016.pt" in line

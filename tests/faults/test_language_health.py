@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from ssl_kd.cli.failures import VISION_MEMORY  # noqa: E402
 from ssl_kd.core.errors import InputError  # noqa: E402
-from ssl_kd.core.runs.folder import RunFolder  # noqa: E402
+from ssl_kd.core.runs.writer import Writer  # noqa: E402
 from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
 from ssl_kd.language.models.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
@@ -197,7 +197,7 @@ def test_where_it_goes_on_the_steps_of_each_term_are_counted(world, capsys):
 @row(78)
 def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_student(world, monkeypatch, caplog):
     whole = run(world.settings(run_name="whole"))
-    monkeypatch.setattr(RunFolder, "save_checkpoint", full_at(8))
+    monkeypatch.setattr(Writer, "save_checkpoint", full_at(8))
     path = run(world.settings(run_name="full"))
     assert "the last checkpoint, of step 8, could not be written: " in caplog.text
     assert student_of(path) == student_of(whole)
@@ -210,13 +210,13 @@ def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_heads(settings, mon
 
     whole = run(settings(run_name="whole"))
     steps = metrics(whole)["steps"]
-    monkeypatch.setattr(RunFolder, "save_checkpoint", full_at(steps))
+    monkeypatch.setattr(Writer, "save_checkpoint", full_at(steps))
     path = run(settings(run_name="full"))
     assert f"the last checkpoint, of step {steps}, could not be written: " in caplog.text
     assert (path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def full_at(last, save=RunFolder.save_checkpoint):
+def full_at(last, save=Writer.save_checkpoint):
     """Return a checkpoint writer that finds the disk full at the last step."""
 
     def write(folder, step, tensors):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
 import platform
 import shlex
@@ -13,37 +11,34 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from firstnan.events import EventLog
 from ssl_kd import __version__
 from ssl_kd.core.errors import BAD_INPUT, RunFolderError, code_of
 from ssl_kd.core.files import (
     CorruptFileError,
-    atomic_write_bytes,
-    atomic_write_json,
-    atomic_write_text,
     load_tensors,
-    save_tensors,
     sha256_file,
 )
 from ssl_kd.core.files.lock import Lock, LockHeld
-from ssl_kd.core.memory import free_memory
+from ssl_kd.core.runs.writer import (
+    CHECKPOINT_FORMAT,
+    CHECKPOINTS,
+    NoWriter,
+    Writer,
+    is_trained,
+    read_json,
+)
 from ssl_kd.core.settings import RunSettings, SettingsError
 from ssl_kd.core.settings.early import check_run_name
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS_KEPT = 2
-CHECKPOINT_FORMAT = 1
 _VERSIONS = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu")
 _VERSIONS += ("transformers", "tokenizers", "peft")
 
@@ -59,70 +54,48 @@ class RunFinished(RunFolderError):
 
 
 class RunFolder:
-    """Read and write the files of a run; a context manager that locks the folder.
+    """The files of a run: what is read from them, and `writer`, which writes them.
 
-    The folder of a new run that fails before any training is removed: there is nothing to resume.
-    Leaving the context waits until the last checkpoint is written.
-
-    Raises:
-        RunFolderError: the run is finished, was written by another version of this library, or
-            there is no run to resume.
-        SettingsError: a setting that affects the result differs from the run to resume.
-        OSError: the folder cannot be written.
+    If a run has several processes, one of them writes, and the others have a `NoWriter`.
     """
 
-    writes = True  # on this rank; otherwise the writing methods do nothing
+    def __init__(self, path: Path, writer: Writer | NoWriter) -> None:
+        self.path, self.writer, self.events = path, writer, writer.events
 
-    def __init__(self, run: RunSettings) -> None:
+    @classmethod
+    def open(cls, run: RunSettings) -> RunFolder:
+        """Make the folder of a new run, or find that of the run to resume, to write to it.
+
+        The result is a context manager, which does what that of `Writer` does.
+
+        Raises:
+            RunFolderError: the run is finished, was written by another version of this library, or
+                there is no run to resume.
+            SettingsError: a setting that affects the result differs from the run to resume.
+            OSError: the folder cannot be written.
+        """
         runs = Path(run.runs_dir)
-        self.path = _to_resume(runs, run) if run.resume else _fresh(runs, run)
-        self._resumed = run.resume
-        self.events = EventLog(self.path / "events.jsonl", announce=True)
-        self._lock = Lock(self.path / ".lock")
-        self._checkpoints = self.path / "checkpoint"
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None
+        path = _to_resume(runs, run) if run.resume else _fresh(runs, run)
         if run.resume:
-            _check_same(self.path, run)
+            _check_same(path, run)
+        return cls(path, Writer(path, is_new=not run.resume))
 
     def __enter__(self) -> RunFolder:
-        self._lock.__enter__()
+        self.writer.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self._written()
-        except Exception as error:
-            if exception[0] is None:
-                raise
-            logger.warning("the last checkpoint could not be written: %s", error)
-        finally:
-            self._writer.shutdown()
-            if exception[0] is not None and not self._resumed and not self.trained:
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.__exit__(*exception)
+    def __exit__(self, *exception: Any) -> None:
+        self.writer.__exit__(*exception)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the folder."""
+        return isinstance(self.writer, Writer)
 
     @property
     def trained(self) -> bool:
         """Whether the folder has a checkpoint or a logged step."""
-        metrics = self.path / "metrics.jsonl"
-        return self._checkpoints.exists() or (metrics.exists() and metrics.stat().st_size > 0)
-
-    def become_latest(self) -> None:
-        """Point the link `latest` in the runs folder to this run."""
-        if not self.writes:
-            return
-        link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
-        if link.exists() and not link.is_symlink():
-            message = "%s is not a link, so it does not point to this run: this run's folder is %s"
-            logger.warning(message, link, self.path)
-            return
-        try:
-            new.unlink(missing_ok=True)
-            new.symlink_to(self.path.name)
-            new.replace(link)
-        except OSError as error:  # not every file system has links
-            logger.warning("the link %s does not point to this run: %s", link, error)
+        return is_trained(self.path)
 
     def write_config(self, run: RunSettings, **more: Any) -> None:
         """Write settings, package versions, commit, command, and `more` to `config.json`.
@@ -136,24 +109,24 @@ class RunFolder:
             "command": _command(),
             "started_in": os.getcwd(),
         }
-        self.update_json("config.json", **about | more)
+        self.writer.update_json("config.json", **about | more)
 
     def check_data(self, digest: str) -> None:
         """Store a digest of data and teacher; raise RunFolderError if a resumed run had another."""
-        before = _read_json(self.path / "config.json").get("learns_from")
+        before = read_json(self.path / "config.json").get("learns_from")
         if before not in (None, digest):
             raise RunFolderError(
                 f"{self.path} cannot be resumed: the data or the teacher has changed since the "
                 "run began. Restore them, or start a new run without --resume"
             )
-        self.update_json("config.json", learns_from=digest)
+        self.writer.update_json("config.json", learns_from=digest)
 
     def check_code(self, own: Mapping[str, tuple[Path, str]]) -> None:
         """Store digests of the files that define user classes; raise RunFolderError if one changed.
 
         `own`: import path of each user class -> the file that defines it, and its digest.
         """
-        before = _read_json(self.path / "config.json").get("own_code", {})
+        before = read_json(self.path / "config.json").get("own_code", {})
         for name, (file, digest) in own.items():
             if before.get(name, digest) != digest:
                 raise RunFolderError(
@@ -161,78 +134,25 @@ class RunFolder:
                     "since the run began. Restore the file, or start a new run without --resume"
                 )
         digests = {name: digest for name, (_, digest) in own.items()}
-        self.update_json("config.json", own_code=before | digests)
-
-    def update_json(self, name: str, **values: Any) -> None:
-        """Add or replace values in the JSON file `name` of the run folder."""
-        if not self.writes:
-            return
-        path = self.path / name
-        before = _read_json(path) if path.exists() else {}
-        atomic_write_json(path, before | values)
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Append a row to `metrics.jsonl`, with null in place of NaN and infinity."""
-        if not self.writes:
-            return
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(tree_map(_finite, dict(row))) + "\n")
+        self.writer.update_json("config.json", own_code=before | digests)
 
     def count_events(self) -> int:
         """Return the number of events in `events.jsonl`, including events from before a resume."""
         with open(self.path / "events.jsonl", encoding="utf-8") as file:
             return sum(1 for _ in file)
 
-    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> Callable[[], None]:
-        """Start writing `checkpoint/step_N.pt` and its checksum; keep the previous checkpoint.
-
-        A thread writes a copy of the tensors in host memory, one checkpoint at a time. If the copy
-        does not fit into memory, this method returns after the checkpoint is written. The result
-        waits until the checkpoint is on disk; it raises OSError if the write failed, and so does
-        the next call.
-        """
-        if not self.writes:
-            return lambda: None
-        self._written()
-        self._checkpoints.mkdir(parents=True, exist_ok=True)
-        size = sum(x.nbytes for x in tree_leaves(tensors) if isinstance(x, Tensor))
-        has_room = 2 * size < free_memory(torch.device("cpu"))
-        state = tensors
-        if has_room:  # a copy, so that later steps do not change it
-            state = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), tensors)
-        self._writing = self._writer.submit(self._write_checkpoint, step, state)
-        if not has_room:
-            logger.info("training waits: no memory to copy a %.3g GiB checkpoint", size / 2**30)
-            self._written()
-        return self._written
-
-    def _written(self) -> None:
-        """Wait for the checkpoint that is being written, and raise the error of that write."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def _write_checkpoint(self, step: int, tensors: dict[str, Any]) -> None:
-        path = self._checkpoints / f"step_{step:09d}.pt"
-        header = {"format": CHECKPOINT_FORMAT, "version": __version__, "step": step}
-        save_tensors(path, header | {"tensors": tensors})
-        atomic_write_text(path.with_suffix(".sha256"), sha256_file(path))
-        for old in sorted(self._checkpoints.glob("step_*.pt"))[:-CHECKPOINTS_KEPT]:
-            old.unlink()
-            old.with_suffix(".sha256").unlink(missing_ok=True)
-
     def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
         """Return the step and tensors of the newest intact checkpoint, or (0, {}) if there is none.
 
         Raises RunFolderError if another version of the library wrote it in another format.
         """
-        self._written()
+        self.writer.wait()
         for partial in list(self.path.rglob(".*.tmp")):  # left by a killed run
             if partial.is_dir():
                 shutil.rmtree(partial)
             else:
                 partial.unlink(missing_ok=True)
-        for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
+        for path in sorted((self.path / CHECKPOINTS).glob("step_*.pt"), reverse=True):
             try:
                 if path.with_suffix(".sha256").read_text() != sha256_file(path):
                     raise CorruptFileError(f"{path} is damaged: its checksum does not match")
@@ -249,50 +169,6 @@ class RunFolder:
                 )
             return content["step"], content["tensors"]
         return 0, {}
-
-    def rewind(self, step: int) -> None:
-        """Remove log lines of steps after `step`, because these steps will be logged again."""
-        if not self.writes:
-            return
-        file = self.path / "config.json"
-        config = _read_json(file) if file.exists() else {}
-        for name in ("metrics.jsonl", "events.jsonl"):
-            path = self.path / name
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            steps = {line: _step(line) for line in lines}
-            if damaged := sum(steps[line] is None for line in lines):
-                logger.warning("%s: %d line(s) that cannot be read were removed", path, damaged)
-            if name == "events.jsonl" and "first_step" not in config:
-                # Older runs counted the steps of events from 0, and those of metrics from 1.
-                lines = [_one_later(line) for line in lines if steps[line] is not None]
-                steps = {line: _step(line) for line in lines}
-            kept = [line for line in lines if (at := steps[line]) is not None and at <= step]
-            atomic_write_bytes(path, b"".join(kept))
-        self.update_json("config.json", first_step=1)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, with None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _step(line: bytes) -> int | None:
-    """Return the step of a log line; None if the line is damaged, for example by a kill."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
-
-
-def _one_later(line: bytes) -> bytes:
-    """Return a log line with its step increased by one."""
-    row = json.loads(line)
-    return json.dumps(row | {"step": row["step"] + 1}).encode() + b"\n"
 
 
 def _command() -> str:
@@ -392,7 +268,7 @@ def _in_use(path: Path) -> bool:
 
 def _check_same(path: Path, run: RunSettings) -> None:
     try:
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         saved = dict(config["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptFileError(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from firstnan.agreement import Agreement
-from firstnan.events import EventLog
 from ssl_kd.core.files import load_tensors
 from ssl_kd.core.runs.folder import RunFolder
 from ssl_kd.core.runs.ranks import Ranks
 from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.runs.writer import NoWriter
 from ssl_kd.core.settings import RunSettings
 
 
@@ -41,39 +41,29 @@ class ProcessGroup(Agreement):
 
     def any_signal(self, signals: Signals, when: str) -> bool:
         """Return whether any rank got a signal to stop; copy that signal to ranks without one."""
-        own = torch.tensor([float(*signals.caught[:1])])
-        of_ranks = self.exchange(f"whether to stop {when}", own)
+        first = signals.caught[0] if signals.caught else 0
+        of_ranks = self.exchange(f"whether to stop {when}", torch.tensor([float(first)]))
         caught = [int(number) for number in of_ranks.flatten().tolist() if number]
         if caught and not signals.caught:
             signals.caught.append(caught[0])
         return bool(caught)
 
 
-class ReadOnlyRunFolder(RunFolder):
-    """Let the other ranks read the folder that rank 0 writes, on a shared file system."""
-
-    writes = False
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.events = path, EventLog()
-        self._checkpoints = path / "checkpoint"
-
-
 @contextlib.contextmanager
 def run_folder(run: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
     """Open the run folder for writing on rank 0, and for reading on the other ranks.
 
-    If `RunFolder` raises an error on rank 0, the other ranks raise RankStopped.
+    If `RunFolder.open` raises an error on rank 0, the other ranks raise RankStopped.
     """
     with contextlib.ExitStack() as stack:
         opened: list[RunFolder] = []
 
         def open_folder() -> Path:
-            opened.append(stack.enter_context(RunFolder(run)))
+            opened.append(stack.enter_context(RunFolder.open(run)))
             return opened[0].path
 
         path = ranks.from_first(open_folder)
-        yield opened[0] if opened else ReadOnlyRunFolder(path)
+        yield opened[0] if opened else RunFolder(path, NoWriter())
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:

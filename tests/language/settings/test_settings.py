@@ -161,9 +161,9 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
     place = {"runs_dir": str(tmp_path), "run_name": "a"}
     monkeypatch.setenv("WORLD_SIZE", "8")
     began = LanguageSettings.from_dict({**place, "per_device_train_batch_size": 2})
-    with RunFolder(began) as folder:
+    with RunFolder.open(began) as folder:
         folder.write_config(began)
-        folder.save_checkpoint(1, {})
+        folder.writer.save_checkpoint(1, {})
     recorded = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
     assert recorded["BATCH_SIZE"] == 16 and "PER_DEVICE_TRAIN_BATCH_SIZE" not in recorded
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -171,10 +171,10 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
     with pytest.raises(
         SettingsError, match=r"BATCH_SIZE \(the rows of all processes\) was 16 and is now 8\."
     ):
-        RunFolder(other)
+        RunFolder.open(other)
     for same in ({"per_device_train_batch_size": 4}, {"batch_size": 16}):
         settings = LanguageSettings.from_dict({**place, "resume": True, **same})
-        with RunFolder(settings) as folder:
+        with RunFolder.open(settings) as folder:
             assert folder.path == tmp_path / "a"
 
 
