@@ -602,7 +602,7 @@ def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
     bundles = sorted(path.glob("faults/*.safetensors"))
     skipped = [e for e in events(path) if e["action"] == "skipped"]
     first = {e["part"]: e["step"] for e in reversed(skipped)}
-    expected = {f"{part.replace(' ', '-')}-step{step}.pt" for part, step in first.items()}
+    expected = {f"{part.replace(' ', '-')}-step{step}.safetensors" for part, step in first.items()}
     assert {bundle.name for bundle in bundles} == expected and expected
     report = replay(bundles[0], head=f"{__name__}.Fragile")
     assert report.reproduced and report.diagnosis.cause == Cause.LOG_OF_ZERO
