@@ -36,6 +36,7 @@ from tests.faults.inject import (
 )
 from tests.faults.matrix import row
 from tests.kill_writers import kill_again_and_again, on_change
+from tests.marks import slow
 from tests.processes import HANG, start
 
 
@@ -108,7 +109,7 @@ def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, 
 
 
 @row(41)
-@pytest.mark.parametrize("harm", ["one bit", "truncated", "empty", "no checksum"])
+@pytest.mark.parametrize("harm", ["one bit", slow("truncated"), slow("empty"), "no checksum"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(settings, train_py, harm, caplog):
     whole = run(settings(run_name="whole"))
     path = stopped(settings, "parts")

@@ -15,6 +15,7 @@ from ssl_kd.core.errors import InputError
 from ssl_kd.vision.run import run
 from tests.faults.inject import events, no_run, one_line, stopped, weights
 from tests.faults.matrix import row
+from tests.marks import slow
 from tests.processes import HANG, python
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,9 @@ def test_a_working_folder_that_is_gone_is_named(settings, train_py, tmp_path, mo
 
 
 @row(98)
-@pytest.mark.parametrize("tail", [b"\xff\xfe\xc3(\n", b'{"step": 12, "lo\xe4', b"\0" * 40])
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 12, "lo\xe4', slow(b"\xff\xfe\xc3(\n"), slow(b"\0" * 40)]
+)
 def test_a_damaged_tail_of_the_log_does_not_keep_a_run_from_being_resumed(
     settings, train_py, tail, caplog
 ):
@@ -165,7 +168,7 @@ sys.exit(guarded(work))
 
 
 @row(152)
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", slow("1")])
 @pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered):
     """Write more than a pipe holds, before and after its reader closes it."""

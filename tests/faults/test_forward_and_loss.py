@@ -24,12 +24,13 @@ from tests.faults.inject import (
     trained,
 )
 from tests.faults.matrix import row
+from tests.marks import slow
 from tests.train_heads import train
 from tests.vision.own_loss import SINKHORN
 
 
 @row(15)
-@pytest.mark.parametrize("how", ["none", "own"])
+@pytest.mark.parametrize("how", [slow("none"), "own"])
 @pytest.mark.parametrize("place", ["student", "teacher", "exp_avg", "marginal"])
 @pytest.mark.usefixtures("kept_every_50_steps")
 def test_a_nan_weight_costs_its_head_ten_steps_and_the_others_nothing(place, how):

@@ -83,6 +83,7 @@ from tests.faults.inject_language import (  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 from tests.faults.test_checkpoint_and_process import steps_kept  # noqa: E402
 from tests.kill_writers import kill_again_and_again  # noqa: E402
+from tests.marks import slow  # noqa: E402
 
 # peft uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -258,7 +259,7 @@ def _without_router(step, *terms):
 
 
 @row(54, 55)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *map(slow, MODES[1:])])
 @pytest.mark.parametrize(
     ("weight", "place"), [("gate.weight", (1, 0)), ("experts.down_proj", (2, 0, 0))]
 )
@@ -691,7 +692,7 @@ def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cac
 
 
 @row(125)
-@pytest.mark.parametrize("student_model", ["llama:1x16", "saved"])
+@pytest.mark.parametrize("student_model", ["llama:1x16", slow("saved")])
 def test_a_run_trains_from_the_cache_alone_if_the_teacher_is_gone(
     world, cached, caplog, student_model
 ):
@@ -798,6 +799,7 @@ RUNS = {
     "a teacher that is sick at one token": {"teacher_model": "sick"},
     "sampled experts": {"router_mode": "ka", "teacher_model": "mixture"},
 }
+QUICK = ("from a cache", "a router that learns")
 
 
 def _asked(world, changes, **more):
@@ -829,7 +831,7 @@ def _log(path):
 
 
 @row(66)
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in RUNS])
 def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, request):
     if kind == "from a cache":
         request.getfixturevalue("cached")

@@ -28,6 +28,7 @@ from tests.faults.inject_language import (  # noqa: E402
 )
 from tests.faults.matrix import row  # noqa: E402
 from tests.faults.test_language import HALF  # noqa: E402
+from tests.marks import slow  # noqa: E402
 
 # peft uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -98,7 +99,7 @@ def test_a_teacher_that_is_not_learned_from_may_be_sick(world):
 
 
 @row(75)
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("bf16", [True, slow(False)])
 def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, caplog, bf16):
     halves, half = ((torch.bfloat16,) if bf16 else (), ""), torch.float16
 

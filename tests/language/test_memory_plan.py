@@ -12,6 +12,7 @@ from ssl_kd.language.settings.presets import PRESETS
 from ssl_kd.language.text.blocks import Batch
 from tests.faults.inject import metrics
 from tests.language.test_run import log_lines
+from tests.marks import slow
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "vocab_size": 512}
 QWEN3_0_6B = {
@@ -74,7 +75,7 @@ def whole_chunks(monkeypatch):
     monkeypatch.setattr("ssl_kd.language.losses.token_terms.ROW_BYTES", 2**40)  # as on a GPU
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, slow(False)])
 @pytest.mark.parametrize("kind", ["adapters in float16", "all weights and a live teacher"])
 def test_the_plan_is_what_a_step_allocates(tiny, whole_chunks, kind, checkpointing):
     half, batch = tiny.half(), tiny.blocks(packing=True).batch(range(4), torch.device("cpu"))

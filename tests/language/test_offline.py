@@ -26,6 +26,7 @@ from ssl_kd.language.train.step import precision_of  # noqa: E402
 from tests.faults.inject import stop_at  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import log_lines, weights  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 from tests.tiny import sentence  # noqa: E402
 
@@ -70,7 +71,9 @@ def test_the_students_rows_come_last_and_have_no_cross_entropy(settings):
     assert result.ce == pytest.approx(ce * n / batch.text_tokens, rel=1e-4)
 
 
-@pytest.mark.parametrize(("method", "divergence"), [("topk:320", "reverse_kl"), ("hidden", "js")])
+@pytest.mark.parametrize(
+    ("method", "divergence"), [slow("topk:320", "reverse_kl"), ("hidden", "js")]
+)
 def test_the_teacher_scores_the_students_text_once(settings, method, divergence):
     own = settings(student_text=1.0, cache_method=method, divergence=divergence, temperature=1.0)
     live = run(own.replace(run_name="live"))
@@ -107,7 +110,7 @@ def test_prompts_alone_are_continued_by_the_student_and_cached(settings, tmp_pat
     assert cache_teacher(own.replace(teacher_cache="auto")).folder != before
 
 
-@pytest.mark.parametrize("kind", ["offline", "self"])
+@pytest.mark.parametrize("kind", ["offline", slow("self")])
 def test_an_interrupted_run_ends_with_the_same_bits(settings, on_self, kind):
     own = on_self() if kind == "self" else settings()
     whole = run(own.replace(run_name="whole"))
@@ -167,6 +170,7 @@ def test_in_a_chat_the_users_turn_before_the_answer_changes(tiny):
     assert blocks.turns["there"] == 3
 
 
+@pytest.mark.slow
 def test_two_ranks_teach_themselves_what_one_process_does(on_self):
     one, two = (by(n, on_self(run_name=str(n), lora_rank=2)) for n in (1, 2))
     assert_near(one, two, 1e-5)

@@ -37,6 +37,7 @@ from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
 from tests.language.test_ranks import by, metrics  # noqa: E402
 from tests.language.train.test_step import Sick  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.oracles import token_objectives  # noqa: E402
 from tests.tiny_vlm import (  # noqa: E402
     draw,
@@ -226,7 +227,7 @@ def weights(path):
     return load_file(path / "student" / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["llava", slow("qwen2_5_vl")])
 def test_a_run_by_the_command_line_and_its_student_is_a_model_with_a_processor(
     kind, tmp_path, folders, monkeypatch
 ):
@@ -310,6 +311,7 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     assert report.reproduced and "projector" in str(report)
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(settings, tmp_path, llava):
     every = write_records(
         tmp_path / "every.jsonl", records(tmp_path, 24, images=lambda i: 1 + i % 2)

@@ -17,6 +17,7 @@ from ssl_kd.losses import TopKTeacher, logits_distillation, token_kd  # noqa: E4
 from tests.faults.inject_language import make_model  # noqa: E402
 from tests.language.hf_trainer import test_distillation as hf  # noqa: E402
 from tests.language.train.test_rows_left_out import marked, spoil_student  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.tiny import Tiny  # noqa: E402
@@ -109,7 +110,7 @@ def one_step(rank, world, accumulation, sick):
     return (result.ce, result.kd), (ce, kd), moments, gradient
 
 
-@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("world", "accumulation"), [slow(1, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("sick", [3, None], ids=["torchtitan_4174", "trl_6006"])
 def test_weights_are_by_the_tokens_that_remain(world, accumulation, sick):
     given = accumulation, sick

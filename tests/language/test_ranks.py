@@ -20,6 +20,7 @@ from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.train import step as steps  # noqa: E402
 from tests.faults.inject import metrics  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.processes import HANG, ROOT, free_port  # noqa: E402
 from tests.ranks import run_joined  # noqa: E402
 
@@ -94,7 +95,9 @@ def of_kind(settings, models):
     return get
 
 
-@pytest.mark.parametrize("kind", ["accumulation", "adapters", "chunks", "on-policy", "offline"])
+@pytest.mark.parametrize(
+    "kind", [slow("accumulation"), slow("adapters"), "chunks", "on-policy", slow("offline")]
+)
 def test_two_ranks_learn_what_one_process_learns(of_kind, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
@@ -126,7 +129,7 @@ def stopped(rank, settings, at, by_rank):
     return str(run(settings))
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("first", "then"), [(2, 1), slow(1, 2)])
 def test_a_run_goes_on_with_another_number_of_ranks(of_kind, first, then):
     half, last = of_kind("chunks", run_name="half", checkpoint_every=100), first - 1
     results = run_joined(stopped, first, half, 3, last)
@@ -193,7 +196,7 @@ def bytes_in(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("method", ["sample:48", "hidden"])
+@pytest.mark.parametrize("method", ["sample:48", slow("hidden")])
 def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, method):
     change = {"cache_method": method, "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
     own = of_kind("kd", **change)

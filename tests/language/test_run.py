@@ -34,6 +34,7 @@ from ssl_kd.language.text.rows import split_held_out, texts_of  # noqa: E402
 from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import events, metrics, stop_at  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.tiny import sentence  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -291,7 +292,7 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
         assert stages.count("teacher") == 12, changes
 
 
-@pytest.mark.parametrize("mode", ["all", "auto"])
+@pytest.mark.parametrize("mode", [slow("all"), "auto"])
 def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
     """All of the vocabulary in it, the same training; the teacher itself is judged, no more."""
     cached = {"cache_method": "topk:320", "router_mode": mode}

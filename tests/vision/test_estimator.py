@@ -62,6 +62,7 @@ def fitted(blobs) -> MultiHeadClusterer:
 
 
 @parametrize_with_checks([small(n_heads=2, max_steps=25)])
+@pytest.mark.slow
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
 
@@ -246,6 +247,7 @@ def test_the_number_of_clusters_can_be_found(blobs, tmp_path):
         small("auto").fit(x[:20])
 
 
+@pytest.mark.slow
 def test_a_grid_search_finds_the_number_of_clusters_without_labels(blobs):
     x, truth = blobs
     search = GridSearchCV(small(max_steps=30), {"n_clusters": [2, 3, 6]}, cv=2).fit(x)
@@ -301,6 +303,7 @@ def test_levels_and_outlier_scores_of_the_samples_are_kept(blobs):
     assert clusterer.levels_.shape == (len(levels), 40) and len(clusterer.outlier_score_) == 40
 
 
+@pytest.mark.slow
 def test_partial_fit_adds_samples_and_the_clusters_that_they_offer(blobs, tmp_path):
     x, truth = blobs
     clusterer = small().partial_fit(x)  # not fitted: this fits
@@ -435,6 +438,7 @@ def test_trains_on_a_gpu_and_predicts_on_the_cpu(blobs):
     assert adjusted_rand_score(y, clusterer.predict(X)) > 0.9
 
 
+@pytest.mark.slow
 def test_neither_the_order_of_samples_nor_copies_change_the_answer():
     x, y = load_digits(n_class=5, return_X_y=True)
     x = x[:150].astype(np.float32)

@@ -19,6 +19,7 @@ from ssl_kd.vision.train.objectives import OBJECTIVES
 from ssl_kd.vision.train.pairs import PairSampler
 from ssl_kd.vision.train.step import HeadTrainer
 from tests.fake_cuda import fake_cuda
+from tests.marks import slow
 from tests.vision.own_loss import SINKHORN
 
 HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
@@ -57,7 +58,9 @@ WEIGHTED = [of | {"instance_weight": how} for of in OBJECTIVE for how in ("none"
 @pytest.mark.parametrize(
     "how",
     [
-        *WEIGHTED,
+        *WEIGHTED[::3],
+        *map(slow, WEIGHTED[1::3]),
+        *map(slow, WEIGHTED[2::3]),
         {"targets": lambda: torch.zeros(2, BATCH, CLUSTERS)},
         {"use_fp16": True},
         {"head": CosineHead},  # batched by vmap
@@ -72,8 +75,8 @@ def test_a_step_waits_for_no_device(how):
     [
         lambda norm: norm.max().item(),
         lambda norm: bool((norm > 1).any()),
-        lambda norm: norm.tolist(),
-        lambda norm: norm.cpu(),
+        slow(lambda norm: norm.tolist()),
+        slow(lambda norm: norm.cpu()),
         lambda norm: torch.tensor([1.0]).to(norm.device),
     ],
     ids=["item", "bool", "tolist", "cpu", "a copy to the device"],

@@ -15,6 +15,7 @@ from ssl_kd.vision.evaluate import accuracy
 from ssl_kd.vision.graph import fuzzy_graph
 from ssl_kd.vision.model_parts import Projection
 from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBORS, partitions_of, views
+from tests.marks import slow
 
 CPU = torch.device("cpu")
 
@@ -97,7 +98,9 @@ def on_a_map(seed):
 
 
 @pytest.mark.parametrize(
-    ("x", "y"), [on_a_ray(), on_a_map(1), on_a_map(2)], ids=["ray", "map", "another map"]
+    ("x", "y"),
+    [on_a_ray(), slow(*on_a_map(1)), slow(*on_a_map(2))],
+    ids=["ray", "map", "another map"],
 )
 def test_groups_that_differ_in_length_are_found_by_distance(x, y, tmp_path):
     inputs = _inputs(torch.from_numpy(x).float())
@@ -120,7 +123,7 @@ def test_the_number_of_clusters_is_chosen_by_distance_where_lengths_matter():
     assert adjusted_rand_score(y, answer.clusters) == 1
 
 
-@pytest.mark.parametrize("lengths", ["random", "one"])
+@pytest.mark.parametrize("lengths", ["random", slow("one")])
 def test_directions_keep_their_vote_where_lengths_say_nothing(lengths):
     of_rows = X.norm(dim=1, keepdim=True)
     if lengths == "random":

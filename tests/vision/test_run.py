@@ -40,6 +40,7 @@ from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.run import Run as OpenRun
 from tests.core.runs.test_board import curves
 from tests.faults.matrix import row as fault
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -300,7 +301,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
 
 
 @fault(171)
-@pytest.mark.parametrize("first", ["auto", "folders"])
+@pytest.mark.parametrize("first", ["auto", slow("folders")])
 def test_a_cache_serves_the_labels_that_each_run_asks_for(settings, album, first):
     second = {"auto": "folders", "folders": "auto"}[first]
     runs = {labels: run(settings(**album, labels=labels)) for labels in (first, second)}
@@ -396,7 +397,7 @@ def stop_at(step, number=signal.SIGTERM):
     return progress
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_resumed_equals_uninterrupted(settings, number):
     whole = run(settings(run_name="whole"))
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -431,6 +432,7 @@ def test_rows_beyond_the_graph_are_learned_from_in_a_run_as_in_a_fit(settings, m
     assert weights(run(settings(run_name="graph"))) != weights(whole)
 
 
+@pytest.mark.slow
 def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
     """Where nobody says how many steps there are, they are as many as without the stop."""
     ends = {"max_steps": None, "epochs": None, "checkpoint_every": 20}

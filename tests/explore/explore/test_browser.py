@@ -173,6 +173,7 @@ def test_the_cookie_opens_the_page_again_and_no_other_browser(server, opened):
     other.context.close()
 
 
+@pytest.mark.slow
 def test_frames_and_dots_follow_color_and_selection(page):
     frames = """() => [...document.querySelectorAll("#overlay .thumb")].map((t) =>
       t.style.borderColor)"""
@@ -247,6 +248,7 @@ def test_failed_requests(page):
     assert refusal == "refused"
 
 
+@pytest.mark.slow
 def test_the_list_shows_faces_and_sorts(server, opened):
     page = opened(server.url)
     page.wait_for_selector("#clusters button img")

@@ -73,6 +73,7 @@ def test_a_picture_opens_large_with_its_path_and_the_next_ones(server, opened):
     assert page.evaluate("[...explore.chosen]") == [3, 5, 8]  # Escape closed the picture alone
 
 
+@pytest.mark.slow
 def test_the_pictures_that_follow_are_those_of_the_open_table(server, opened):
     page = opened(server.url)
     page.evaluate("explore.dock.filter({ price: '0..50' })")
@@ -112,6 +113,7 @@ def test_excluded_samples_are_hidden_until_they_are_wanted(server, opened, run):
 
 
 @pytest.mark.parametrize("size", [{"width": 1200, "height": 800}, PHONE])
+@pytest.mark.slow
 def test_selecting_a_cluster_does_not_move_the_list(server, opened, size):
     page = opened(server.url)
     page.set_viewport_size(size)
@@ -125,6 +127,7 @@ def test_selecting_a_cluster_does_not_move_the_list(server, opened, size):
     assert page.evaluate("explore.chosen.length") > 1
 
 
+@pytest.mark.slow
 def test_a_long_path_is_cut_in_the_middle(page_of_long_paths):
     page, path = page_of_long_paths
     shown = page.locator("#table .path").first
@@ -155,6 +158,7 @@ def page_of_long_paths(server, opened):
     return page, path
 
 
+@pytest.mark.slow
 def test_the_map_keeps_its_size_beside_the_table(server, opened):
     page = opened(server.url)
     page.set_viewport_size({"width": 1400, "height": 900})
@@ -172,6 +176,7 @@ def test_the_map_keeps_its_size_beside_the_table(server, opened):
     assert at == pytest.approx([x + shift, y], abs=1)  # drawn as large as before
 
 
+@pytest.mark.slow
 def test_own_columns_color_the_map(server, opened):
     page = opened(server.url)
     own = page.locator("#color optgroup option").all_inner_texts()
@@ -188,6 +193,7 @@ def test_own_columns_color_the_map(server, opened):
     assert all(camera in page.locator("#legend").inner_text() for camera in CAMERAS)
 
 
+@pytest.mark.slow
 def test_small_pictures_fill_squares(server, opened):
     page = opened(server.url)
     page.locator("#clusters li > button:not(.open)").first.click()
@@ -198,6 +204,7 @@ def test_small_pictures_fill_squares(server, opened):
         assert sides["width"] == pytest.approx(sides["height"], abs=1)
 
 
+@pytest.mark.slow
 def test_the_page_bears_the_name_of_the_data_and_explains_its_numbers(server, opened):
     page = opened(server.url)
     assert page.title() == "photos" and page.inner_text("#title").startswith("photos")
@@ -205,6 +212,7 @@ def test_the_page_bears_the_name_of_the_data_and_explains_its_numbers(server, op
     assert [text.split(":")[0].split()[-1] for text in captions] == ["confidence", "agreement"]
 
 
+@pytest.mark.slow
 def test_on_a_phone_nothing_covers_the_map(server, opened):
     page = opened(server.url)
     page.set_viewport_size(PHONE)

@@ -56,6 +56,7 @@ def tiles(page):
     return page.locator("#gallery [role=option]").evaluate_all(rows)
 
 
+@pytest.mark.slow
 def test_a_header_sorts_up_down_and_not_at_all(page, columns):
     for descending in (False, True):
         page.click('#table button:text-is("confidence")')
@@ -111,6 +112,7 @@ def test_arrow_keys_go_on_to_the_next_row_that_is_not_checked(page):
     wait_for(page, [2])
 
 
+@pytest.mark.slow
 def test_search_covers_all_text_even_if_the_table_is_closed(page, columns):
     page.keyboard.press("b")
     page.fill("#query", "digit 1")
@@ -126,6 +128,7 @@ def test_search_covers_all_text_even_if_the_table_is_closed(page, columns):
     )
 
 
+@pytest.mark.slow
 def test_rows_are_selected_by_clicks_and_keys(page):
     page.locator(ROWS).nth(1).click()
     wait_for(page, [1])
@@ -167,6 +170,7 @@ def test_map_table_pictures_and_chart_share_one_selection(page, columns, server)
     assert sorted(drawn) == sorted(clusters)
 
 
+@pytest.mark.slow
 def test_the_shown_rows_are_saved_as_a_table(page, server, columns, tmp_path):
     server.curation.rename(0, "=zeros, all")
     filter_by(page, "confidence", "<0.9")

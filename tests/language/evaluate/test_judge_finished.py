@@ -9,6 +9,7 @@ from ssl_kd import cli
 from ssl_kd.core.errors import BAD_INPUT, OK
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
+from tests.marks import slow
 
 FLAGS = ["--block_size=24", "--eval_rows=8", "--generations=3", "--max_new_tokens=8"]
 
@@ -71,7 +72,7 @@ def test_the_text_of_a_run_and_its_teacher_are_those_it_was_trained_with(
     assert found["teacher"] is None and len(found["table"]) == 1
 
 
-@pytest.mark.parametrize("kind", ["tags", "mean", "prompts"])
+@pytest.mark.parametrize("kind", [slow("tags"), "mean", slow("prompts")])
 def test_several_teachers_are_those_of_the_run(kind, settings, models, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for continuations
     form = "prompt" if kind == "prompts" else "own"

@@ -21,6 +21,7 @@ pytest.importorskip("accelerate")
 from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.ranks import as_torchrun, run_ranks  # noqa: E402
 from tests.tiny import Tiny  # noqa: E402
 
@@ -331,6 +332,7 @@ def test_logits_for_metrics_of_ones_own(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_compiled_student_trains_alike_to_rounding(tmp_path, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor compiles by g++")
@@ -419,7 +421,7 @@ def train_on(rank, folder, world, bad, accumulation):
     return wrapper, bits, [metrics["eval_ce"], metrics["eval_kd"], *lines], events, str(stop)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [slow(1), 2])
 def test_two_processes_are_one_to_rounding(tmp_path, accumulation):
     results = run_ranks(train_on, 2, tmp_path, 2, [(), ()], accumulation)
     assert results[0] == results[1] and results[0][0] == "DistributedDataParallel", results

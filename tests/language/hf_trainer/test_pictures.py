@@ -19,6 +19,7 @@ from ssl_kd.language.text.picture_blocks import make_picture_blocks  # noqa: E40
 from ssl_kd.language.train.objective import Objective  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.language.hf_trainer.test_distillation import arguments  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.tiny_vlm import draw, model_of, processor_of, records, write_records  # noqa: E402
 
 KINDS = ("llava", "qwen2_5_vl")
@@ -93,7 +94,7 @@ def trained(data, folder, teacher=None, side="right", **options):
     return trainer, [p.detach().clone() for p in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", slow("left")])
 def test_the_losses_of_a_processors_batch_are_those_of_our_rows(data, tmp_path, tiny, side):
     teacher = FrozenTeacher(data.model(2))
     trainer, begun = trained(

@@ -14,6 +14,7 @@ from ssl_kd.language.teachers.load import ONE_RANK  # noqa: E402
 from ssl_kd.language.teachers.server import ServerFailed  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import log_lines  # noqa: E402
+from tests.marks import slow  # noqa: E402
 
 LOCAL = {"rollout_url": None, "run_name": "local"}
 SHORT = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}}
@@ -31,7 +32,7 @@ def served(settings, models, server, monkeypatch):
     return lambda **changes: settings(**{**own, **changes})
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("rank", [0, slow(2)], ids=["all weights", "adapters"])
 def test_a_server_samples_what_the_student_would(served, server, rank):
     path, local = (run(served(lora_rank=rank, **own)) for own in ({}, LOCAL))
     for row, expected in zip(log_lines(path), log_lines(local), strict=True):
@@ -63,6 +64,7 @@ def test_a_run_goes_on_when_the_server_is_back(served, server):
     assert log_lines(run(served(resume=True))) == log_lines(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(served):
     assert_near(*(by(world, served(run_name=f"of_{world}", eval_every=6)) for world in (1, 2)))
 

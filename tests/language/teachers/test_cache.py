@@ -24,6 +24,7 @@ from ssl_kd.losses import (
     logits_distillation,
 )
 from tests.faults.matrix import row as fault  # noqa: E402
+from tests.marks import slow  # noqa: E402
 
 N, T, V, DIM = 11, 9, 40, 6
 METHODS = ["topk", "sample", "hidden"]
@@ -235,7 +236,10 @@ ODD_LOGITS = {
 }
 
 
-@pytest.mark.parametrize("kind", ODD_LOGITS)
+QUICK = ("one token", "a tiny tail", "Zipf", "extreme")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in ODD_LOGITS])
 def test_weights_have_the_mean_of_any_distribution(kind):
     """Over 2,000 draws, compared with plain softmax within five standard errors."""
     n, size, logits = 2000, 5000, ODD_LOGITS[kind]

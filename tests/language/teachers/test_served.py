@@ -244,6 +244,7 @@ def test_a_server_that_dies_stops_the_run_and_a_resume_ends_with_the_same_bits(s
     assert log_lines(folder) == log_lines(whole)
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(served, server):
     one, two = (by(world, served(run_name=f"of_{world}", eval_every=6)) for world in (1, 2))
     assert_near(one, two)

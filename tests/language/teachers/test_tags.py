@@ -110,6 +110,7 @@ def test_a_tagged_run_resumes_with_the_same_bits(tagged):
     assert weights(run(tagged(log_every=3, resume=True))) == weights(whole)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_from_tagged_teachers_what_one_process_learns(tagged):
     one, two = (by(world, tagged(run_name=f"{world}", alpha_ce=0.0)) for world in (1, 2))
     assert_near(one, two)

@@ -14,6 +14,7 @@ from ssl_kd.language.train.loop import _StudentLearner
 from ssl_kd.language.train.step import Distiller
 from ssl_kd.losses import linear_distillation
 from tests.fake_cuda import fake_cuda
+from tests.marks import slow
 
 pytest.importorskip("transformers")
 
@@ -51,7 +52,7 @@ def test_a_batch_waits_once_and_so_does_a_step(tiny, with_teacher):
     assert device.pageable == []
 
 
-@pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
+@pytest.mark.parametrize("method", ["topk", slow("sample"), slow("hidden")])
 def test_a_cached_teacher_adds_no_wait(tiny, method, tmp_path):
     blocks, lm = tiny.blocks(), CausalLM(tiny.model(), tiny.tokenizer, "a", "b")
     fields = cache_identity(tiny.settings(), lm, tiny.texts(), blocks)

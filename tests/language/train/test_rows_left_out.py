@@ -27,6 +27,7 @@ from tests.faults.inject_language import (  # noqa: E402
     taught,
 )
 from tests.faults.matrix import row  # noqa: E402
+from tests.marks import slow  # noqa: E402
 
 ROWS, NAN = 8, math.nan
 
@@ -106,7 +107,7 @@ class Without(ByHand):
 
 
 @row(161)
-@pytest.mark.parametrize("value", [NAN, math.inf])
+@pytest.mark.parametrize("value", [NAN, slow(math.inf)])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_row_that_the_student_cannot_read_is_left_out_to_the_bit(monkeypatch, value, layer):
     rows, bad = marked(3), 3

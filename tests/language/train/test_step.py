@@ -14,6 +14,7 @@ from ssl_kd.language.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.train.step import precision_of  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.marks import slow  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 
 
@@ -138,7 +139,7 @@ def test_gradient_checkpointing_changes_no_bit(tiny, teacher):
 # --- dtypes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, slow(torch.bfloat16)])
 def test_half_precision_follows_float32_without_a_skipped_step(tiny, dtype):
     blocks, results = tiny.blocks(), {}
     for precision in (tiny.precision, tiny.half(dtype)):

@@ -203,6 +203,7 @@ def test_graphs_are_trusted_in_a_small_table_where_they_agree():
     assert adjusted_rand_score(y, ensemble.clusters) > 0.98
 
 
+@pytest.mark.slow
 def test_hundreds_of_clusters_are_found_without_spectral_methods():
     random = np.random.default_rng(0)
     y = np.repeat(np.arange(210), 10)
