@@ -19,6 +19,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.presets import PRESETS
 from ssl_kd.vision.settings import VisionSettings
 from tests.documents import BLOCK, NOTEBOOKS, PAGES, ROOT, blocks, commands, run
+from tests.marks import slow
 from tests.tiny import sentence
 
 VISION = {"train.py", "train"}
@@ -54,7 +55,17 @@ def test_documented_names_are_importable_as_written(name):
     assert pkgutil.resolve_name(name) is not None
 
 
-@pytest.mark.parametrize("path", named(WITH_PYTHON))
+LONG = ROOT / "docs" / "python.md"
+"""Its examples cluster all digits again and again."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *named(path for path in WITH_PYTHON if path != LONG),
+        slow(LONG),
+    ],
+)
 def test_python_of_a_page_runs_and_prints_what_it_says(path, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "".join(block.body for block in blocks(path, "python"))

@@ -1,7 +1,7 @@
 import copy
+import importlib
 import json
 import math
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -184,10 +184,12 @@ def test_the_next_run_after_an_interruption_clips_as_the_first(tmp_path):
     assert args.max_grad_norm == 0.1 and type(args.max_grad_norm) is float
 
 
-def test_without_transformers_the_extra_is_named():
-    code = "import sys; sys.modules['transformers'] = None; import ssl_kd.hf_trainer"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and "pip install 'ssl_kd[llm]'" in done.stderr
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("ssl_kd.language.hf_trainer")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'ssl_kd\[llm\]'"):
+        importlib.import_module("ssl_kd.language.hf_trainer")
 
 
 @pytest.mark.parametrize(
