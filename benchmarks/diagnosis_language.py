@@ -25,7 +25,7 @@ from ssl_kd.core.precision import Precision
 from ssl_kd.language.losses.divergences import DIVERGENCES
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.text.blocks import Batch, Blocks
 from ssl_kd.language.train.step import Distiller
 
@@ -136,13 +136,13 @@ def step(
     lengths = torch.ones(rows, dtype=torch.int64)
     blocks = Blocks(ids, counts.clone(), documents, lengths, (), "random")
     student, teacher = (model(r, r.choice(kinds), vocabulary) for _ in range(2))
-    source = Plain(FrozenTeacher(teacher, dtype=precision.teacher))
+    source = Live(FrozenTeacher(teacher, dtype=precision.teacher))
     distiller = Distiller(student, settings, precision, source)
     return Case(cause, distiller, blocks.batch(range(rows)))
 
 
 def teacher_of(case: Case) -> Any:
-    return case.distiller.source.models["teacher"]
+    return case.distiller.teacher.models["teacher"]
 
 
 def layers_of(lm: Any) -> Any:
@@ -213,7 +213,7 @@ def learning_rate(r: random.Random) -> Case:
             break
     else:
         return case
-    fresh = Distiller(case.distiller.student, case.distiller.settings, CPU, case.distiller.source)
+    fresh = Distiller(case.distiller.student, case.distiller.settings, CPU, case.distiller.teacher)
     for p, weight in zip(fresh.student.parameters(), weights, strict=True):
         p.data.copy_(weight)
     return replace(case, distiller=fresh)

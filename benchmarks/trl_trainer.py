@@ -65,9 +65,9 @@ from ssl_kd.language.models.causal import CausalLM
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.rollouts import RolloutBatches, Sampler
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.served import ServedTeacher
+from ssl_kd.language.teachers.live import Live
+from ssl_kd.language.teachers.served import Served, ServedTeacher
 from ssl_kd.language.teachers.server import CompletionServer
-from ssl_kd.language.teachers.sources import Plain
 from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.train.loop import train
 from ssl_kd.language.train.step import Distiller
@@ -199,9 +199,9 @@ def our_loop(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, kin
         changes |= {"on_policy": 1.0, "divergence": "reverse_kl"}
     if kind == "served":
         server = CompletionServer(args.url, "teacher")
-        target: Any = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
+        target = Served(ServedTeacher(server, args.top_k, teacher.model.config.vocab_size))
     else:
-        target = FrozenTeacher(teacher.model, device=args.device)
+        target = Live(FrozenTeacher(teacher.model, device=args.device))
     ids, n = rows_of(args, teacher), args.length - args.prompt
     counts = torch.zeros_like(ids, dtype=torch.bool)
     counts[:, args.prompt if kind == "on" else 1 :] = True
@@ -210,7 +210,7 @@ def our_loop(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, kin
     changes |= {"batch_size": args.batch, "block_size": args.length, "max_new_tokens": n}
     settings = LanguageSettings(**changes, learning_rate=RATE, log_every=1)
     precision = Precision.for_device(args.device, False)
-    distiller = Distiller(student.model, settings, precision, Plain(target))
+    distiller = Distiller(student.model, settings, precision, target)
     ends = [student.tokenizer.eos_token_id]
     rollouts = Sampler(student.model, ends, batch_size=args.batch)
     batches = RolloutBatches(settings, blocks, rollouts, ends, seed=settings.seed)

@@ -9,7 +9,7 @@ import torch
 
 from ssl_kd.core.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.text.blocks import make_blocks
 from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.new_tokenizer import train_tokenizer
@@ -107,7 +107,7 @@ class Tiny:
             self.model(seed=1) if student is None else student,
             self.settings(**changes),
             precision or self.precision,
-            Plain(teacher) if teacher is not None else source,
+            Live(teacher) if teacher is not None else source,
         )
 
     def half(self, dtype=torch.float16) -> Precision:

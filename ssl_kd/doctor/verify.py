@@ -22,7 +22,8 @@ from ssl_kd.language.models.mixture import Mixture, Routing, is_mixture
 from ssl_kd.language.prepare import prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.cache_methods import LastHidden
-from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.teachers.cached import Cached
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.text.blocks import Batch, Blocks
 from ssl_kd.language.train.step import Distiller, precision_of
 
@@ -70,13 +71,12 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
     settings = settings.replace(router_mode="native", legacy_clamp=None)
     precision = precision_of(settings)
     task = prepare(settings, precision, progress)
-    assert isinstance(task.blocks, Blocks) and task.teacher is not None
-    frozen = task.frozen or FrozenTeacher(  # with a cache it is loaded but not placed
-        task.teacher.model, device=precision.device, dtype=precision.teacher
-    )
+    assert isinstance(task.blocks, Blocks)
+    (lm,), device = task.teacher.lms, precision.device
+    frozen = FrozenTeacher(lm.model, device=device, dtype=precision.teacher)
     few = task.blocks.part(slice(ROWS))
     batch = few.batch(range(len(few)), precision.device)
-    distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
+    distiller = Distiller(task.student.model, settings, precision, Live(frozen))
     distiller.student.eval()
     exact = precision.student == precision.teacher == torch.float32
     close = EXACT if exact else HALF
@@ -102,8 +102,8 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
 
     ce, kd = plain[0].tolist()
     ways = [Agreement("plain", ce, kd, 0.0, 0.0, 0.0, close), compare("live", close)]
-    if task.cache is not None:
-        distiller.source, method = Plain(task.cache), task.cache.method
+    if isinstance(task.teacher, Cached):
+        distiller.teacher, method = task.teacher, task.teacher.cache.method
         allowed = SHORTENED
         if isinstance(method, LastHidden):
             allowed = close if method.stored == precision.teacher else HALF

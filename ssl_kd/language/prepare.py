@@ -33,8 +33,10 @@ from ssl_kd.language.models.student import add_lora, build_student, freeze_tower
 from ssl_kd.language.preflight import Texts, check_before_loading
 from ssl_kd.language.rollouts import with_held_out_text, with_text_by
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.aligned import Aligned
-from ssl_kd.language.teachers.cache import TeacherCache, cache_identity
+from ssl_kd.language.settings.groups import TextSettings
+from ssl_kd.language.teachers.base import Rows, Teacher, TeacherContext
+from ssl_kd.language.teachers.cache import TeacherCache
+from ssl_kd.language.teachers.kinds import teacher_class
 from ssl_kd.language.teachers.load import (
     NO_MODELS,
     ONE_RANK,
@@ -45,10 +47,7 @@ from ssl_kd.language.teachers.load import (
     set_attention,
     trained_teacher,
 )
-from ssl_kd.language.teachers.routed import RoutedTeacher
-from ssl_kd.language.teachers.self_teacher import OwnPrompts, SelfTeacher, with_own_prompts
-from ssl_kd.language.teachers.served import ServedTeacher, served_lm
-from ssl_kd.language.teachers.sources import ByTag, Plain, Source
+from ssl_kd.language.teachers.served import served_lm
 from ssl_kd.language.teachers.text_teacher import check_same_teacher
 from ssl_kd.language.text.aligned import AlignedBlocks
 from ssl_kd.language.text.blocks import Blocks
@@ -57,11 +56,8 @@ from ssl_kd.language.text.new_tokenizer import train_tokenizer
 from ssl_kd.language.text.render import describe_turns
 from ssl_kd.language.text.rows import (
     check_family,
-    check_ids_are_known,
     check_ranks_see,
     check_room,
-    check_rows,
-    lay_out,
     split_held_out,
     with_chat_template,
 )
@@ -81,22 +77,12 @@ class Prepared:
     train_set: TextDataset
     eval_set: TextDataset  # held out
     student: CausalLM
-    teacher: CausalLM | None  # the first; without a model if it is served
-    frozen: FrozenTeacher | None  # None if a cache or server replaces it
-    others: tuple[tuple[CausalLM, FrozenTeacher], ...]  # the other teachers
-    served: ServedTeacher | None
-    cache: TeacherCache | None
+    teacher: Teacher  # with the other teachers, if there are several
     router_id: str  # identity of ROUTER_WEIGHTS
-    blocks: Blocks | AlignedBlocks  # the training rows
+    blocks: Rows  # the training rows
     eval_blocks: Blocks  # the test rows, for the table
     teacher_eval_blocks: Blocks  # the same text, tokenized for the teacher
     validation_blocks: Blocks  # the rows by which the best student is chosen
-    own_prompts: OwnPrompts  # of TEACHER_MODEL self, see `SelfTeacher`
-
-    @property
-    def teachers(self) -> list[CausalLM]:
-        """Return all teachers."""
-        return [lm for lm in (self.teacher, *(lm for lm, _ in self.others)) if lm is not None]
 
     @property
     def student_blocks(self) -> Blocks:
@@ -106,19 +92,23 @@ class Prepared:
     @property
     def digest(self) -> str:
         """Return a hash of the text, the tokenizer, the teachers, their cache and the student."""
-        ids = [lm.weights_id for lm in (*self.teachers, self.student)]
-        digests = [
-            self.blocks.digest,
-            self.eval_blocks.digest,
-            *([self.cache.digest] if self.cache else []),
-        ]
-        return "-".join([*(digest[:16] for digest in digests), *ids, self.router_id])
+        texts = self.blocks.digest[:16], self.eval_blocks.digest[:16]
+        return "-".join([*texts, *self.teacher.identity, self.student.weights_id, self.router_id])
 
-    def without_cached_teacher(self) -> Prepared:
-        """Return a copy that no longer holds the model of a teacher that a cache replaces."""
-        if self.teacher is None or self.cache is None:
-            return self
-        return dataclasses.replace(self, teacher=dataclasses.replace(self.teacher, model=None))
+    def with_first_teacher(self, lm: CausalLM, precision: Precision) -> Prepared:
+        """Return a copy whose first teacher is `lm`, which was loaded in another dtype."""
+        first = FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
+        context = TeacherContext(
+            self.settings,
+            precision,
+            self.ranks,
+            self.train_set,
+            self.student,
+            lms=[lm, *self.teacher.lms[1:]],
+            frozen=[first, *self.teacher.frozen[1:]],
+        )
+        teacher = type(self.teacher).open(context, self.blocks)
+        return dataclasses.replace(self, precision=precision, teacher=teacher)
 
 
 def prepare(
@@ -138,33 +128,26 @@ def prepare(
     train_set, eval_set = texts or check_before_loading(settings, precision, models)
     progress("prepare", 1, 3, {"documents": len(train_set)})
     loader = ModelLoader(settings, train_set, precision, progress, ranks)
-    teacher, student = loader.load(models)
-    others = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
-    teachers = [lm for lm in (teacher, *others) if lm is not None]
-    blocks, eval_blocks = _lay_out(settings, train_set, eval_set, student, teachers)
+    lms, student = loader.load(models)
+    kind = teacher_class(settings)
+    context = TeacherContext(settings, precision, ranks, train_set, student, lms)
+    blocks, eval_blocks = (
+        kind.lay_out(context, text, trains=text is train_set) for text in (train_set, eval_set)
+    )
+    _log_rows(settings, (train_set, eval_set), _sides(blocks)[0], _sides(eval_blocks)[0])
+    kind.check_rows(context, blocks, eval_blocks)
     check_ranks_see(blocks, ranks.world)
     progress("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
 
     place = precision, ranks, progress
     freeze = partial(FrozenTeacher, device=precision.device, dtype=precision.teacher)
-    frozen = served = cache = None
-    if teacher is not None and settings.teacher_cache is None:
-        if teacher.model is not None:
-            frozen = freeze(teacher.model)
-        else:
-            size = settings.block_size
-            served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
-    own_prompts: OwnPrompts = []
-    if settings.teacher_model == "self":
-        template = settings.teacher_prompt_template
-        blocks, own_prompts = with_own_prompts(train_set, student, settings.block_size, template)
-    blocks = _with_generated_text(settings, blocks, student, teacher, *place)
-    if teacher is not None and settings.teacher_cache is not None:
-        cache = _open_cache(settings, Path(settings.teacher_cache), teacher, train_set, blocks)
+    frozen = [freeze(lm.model) for lm in lms] if kind.runs_here else []
+    blocks = _with_generated_text(settings, blocks, student, lms, *place)
     settings = _with_router(settings, frozen, ranks)
     if isinstance(eval_blocks, Blocks):
-        eval_blocks = with_held_out_text(settings, eval_blocks, teachers, *place)
-    sides = _sides(eval_blocks)
+        eval_blocks = with_held_out_text(settings, eval_blocks, lms, *place)
+    context = dataclasses.replace(context, settings=settings, frozen=frozen)
+    student_eval, teacher_eval = _sides(eval_blocks)
     test, validation = split_held_out(len(eval_blocks), settings.eval_rows)
     return Prepared(
         settings=settings,
@@ -173,39 +156,34 @@ def prepare(
         train_set=train_set,
         eval_set=eval_set,
         student=student,
-        teacher=teacher,
-        frozen=frozen,
-        others=tuple((lm, freeze(lm.model)) for lm in others),
-        served=served,
-        cache=cache,
+        teacher=teacher_class(settings).open(context, blocks),
         router_id=router_id(settings.router_weights),
         blocks=blocks,
-        eval_blocks=sides[0].part(test),
-        teacher_eval_blocks=sides[1].part(test),
-        validation_blocks=sides[0].part(validation),
-        own_prompts=own_prompts,
+        eval_blocks=student_eval.part(test),
+        teacher_eval_blocks=teacher_eval.part(test),
+        validation_blocks=student_eval.part(validation),
     )
 
 
 def _with_generated_text(
     settings: LanguageSettings,
-    blocks: Blocks | AlignedBlocks,
+    blocks: Rows,
     student: CausalLM,
-    teacher: CausalLM | None,
+    lms: Sequence[CausalLM],
     *place: Any,
-) -> Blocks | AlignedBlocks:
+) -> Rows:
     """Return the rows, with the continuations of STUDENT_TEXT or TEACHER_TEXT if there are any."""
     if not settings.student_text and not settings.teacher_text:
         return blocks
-    assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
+    assert isinstance(blocks, Blocks)  # the kinds of teachers refuse others
     if settings.student_text:
-        check_same_teacher(student, teacher)
+        for lm in lms[:1]:
+            check_same_teacher(student, lm)
         return with_text_by("student", settings, blocks, student, *place)
-    assert teacher is not None  # LanguageSettings.check_together
-    return with_text_by("teacher", settings, blocks, teacher, *place)
+    return with_text_by("teacher", settings, blocks, lms[0], *place)
 
 
-def _sides(blocks: Blocks | AlignedBlocks) -> tuple[Blocks, Blocks]:
+def _sides(blocks: Rows) -> tuple[Blocks, Blocks]:
     """Return the rows as tokenized for the student, and for the teacher."""
     if isinstance(blocks, AlignedBlocks):
         return blocks.student, blocks.teacher
@@ -213,55 +191,26 @@ def _sides(blocks: Blocks | AlignedBlocks) -> tuple[Blocks, Blocks]:
 
 
 def _with_router(
-    settings: LanguageSettings, frozen: FrozenTeacher | None, ranks: Ranks
+    settings: LanguageSettings, frozen: Sequence[FrozenTeacher], ranks: Ranks
 ) -> LanguageSettings:
     """Return the settings with the ROUTER_MODE that auto stands for with this teacher."""
     if settings.router_mode != "auto":
         return settings
-    live = frozen is not None and settings.align == "auto" and is_mixture(frozen.model)
-    mode = "sar" if live else "native"
+    is_trained = settings.align == "auto" and any(is_mixture(each.model) for each in frozen)
+    mode = "sar" if is_trained else "native"
     logger.info("ROUTER_MODE auto is %s for this teacher", mode)
     check_ranks(ranks, settings.batch_size, mode)
     return settings.replace(router_mode=mode)
 
 
-def _lay_out(
-    settings: LanguageSettings,
-    train_set: TextDataset,
-    eval_set: TextDataset,
-    student: CausalLM,
-    teachers: Sequence[CausalLM],
-) -> tuple[Blocks | AlignedBlocks, Blocks | AlignedBlocks]:
-    """Lay out both texts in rows, log what was left out, and check that all models fit them."""
-    aligned, size = settings.align != "auto", settings.block_size
-    blocks = lay_out(size, settings.packs, train_set, student, teachers, aligned=aligned)
-    held_out = lay_out(size, settings.packing, eval_set, student, teachers, aligned=aligned)
-    student_blocks, _ = _sides(blocks)
-    if settings.teacher_tags and student_blocks.tags is None:
-        raise SettingsError("TEACHER_FIELD supports only text models: set it to None")
-    if turns := describe_turns(student_blocks.turns):
+def _log_rows(settings: TextSettings, texts: Texts, blocks: Blocks, eval_blocks: Blocks) -> None:
+    """Log how chats were laid out, and what was left out of both texts."""
+    train_set, eval_set = texts
+    if turns := describe_turns(blocks.turns):
         logger.info("%s: %s", train_set.name, turns)
-    log_shares(logger, train_set.name, [*train_set.shares, *student_blocks.shares])
+    log_shares(logger, train_set.name, [*train_set.shares, *blocks.shares])
     of_eval = eval_set.shares if settings.eval_path else ()  # else those of the training text
-    log_shares(logger, f"held-out {eval_set.name}", [*of_eval, *_sides(held_out)[0].shares])
-    if isinstance(blocks, AlignedBlocks) or isinstance(held_out, AlignedBlocks):
-        assert isinstance(blocks, AlignedBlocks)  # both are aligned, or neither
-        statistics = blocks.statistics()
-        logger.info(
-            "student and teacher tokens have common boundaries in %.1f %% of the text, every %.1f"
-            " characters on average",
-            100 * statistics["coverage"],
-            statistics["characters_per_group"],
-        )
-        return blocks, held_out
-    for lm in teachers[1:]:
-        check_family(student, lm)
-        check_room(lm, size)
-    for lm in teachers:
-        check_ids_are_known(student, lm, blocks, held_out)
-    if settings.teacher_cache is not None and teachers:
-        check_rows(student, teachers[0])
-    return blocks, held_out
+    log_shares(logger, f"held-out {eval_set.name}", [*of_eval, *eval_blocks.shares])
 
 
 @dataclass(frozen=True)
@@ -274,16 +223,21 @@ class ModelLoader:
     progress: Progress
     ranks: Ranks
 
-    def load(self, in_memory: InMemoryModels) -> tuple[CausalLM | None, CausalLM]:
-        """Return the teacher, None if no other model teaches, and the student."""
-        teacher = in_memory.teacher or self._teacher_of_run()
-        student = self._student(teacher, in_memory.student)
-        if teacher is not None and teacher.tokenizer is None:  # compared with that of the cache
-            teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
-        if teacher is not None and self.settings.align == "auto":
-            check_family(student, teacher)
-        student = with_chat_template(student, self.settings)
-        return teacher and with_chat_template(teacher, self.settings), student
+    def load(self, in_memory: InMemoryModels) -> tuple[list[CausalLM], CausalLM]:
+        """Return the teachers, none if no other model teaches, and the student."""
+        settings = self.settings
+        first = in_memory.teacher or self._teacher_of_run()
+        student = self._student(first, in_memory.student)
+        if first is None:
+            return [], with_chat_template(student, settings)
+        if first.tokenizer is None:  # compared with that of the cache
+            first = dataclasses.replace(first, tokenizer=student.tokenizer)
+        if settings.align == "auto":
+            check_family(student, first)
+        student, first = (with_chat_template(lm, settings) for lm in (student, first))
+        names = settings.teacher_names[1:]
+        others = [load_teacher(settings, name, self.precision) for name in names]
+        return [first, *others], student
 
     def teacher(self, *, as_saved: bool = False) -> CausalLM:
         """Load or train the teacher; its model is None if it runs on a server."""
@@ -363,26 +317,6 @@ class ModelLoader:
         return dataclasses.replace(student, model=adapted)
 
 
-def _open_cache(
-    settings: LanguageSettings,
-    folder: Path,
-    teacher: CausalLM,
-    texts: TextDataset,
-    blocks: Blocks | AlignedBlocks,
-) -> TeacherCache:
-    """Open the cache that replaces the teacher; check that it belongs to these rows."""
-    assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
-    cache = TeacherCache.open(folder, expect=cache_identity(settings, teacher, texts, blocks))
-    if cache.n != len(blocks):
-        raise SettingsError(
-            f"TEACHER_CACHE: {folder} holds {cache.n} rows, but the text has {len(blocks)}: write"
-            " the cache again with cache_teacher.py --force_recompute"
-        )
-    if teacher.model is not None:
-        teacher.model.requires_grad_(False)
-    return cache
-
-
 def make_distiller(prepared: Prepared, folder: RunFolder | None = None) -> Distiller:
     """Return the student with its loss, optimizer and guard.
 
@@ -397,45 +331,10 @@ def make_distiller(prepared: Prepared, folder: RunFolder | None = None) -> Disti
         lowest = clamp.lowest_perplexity(vocabulary)
         message = "LEGACY_CLAMP is %s, with which perplexity can never fall below %.4g"
         logger.warning(message, settings.legacy_clamp, lowest)
-    source, aligned = _source(prepared)
+    teacher = prepared.teacher if settings.alpha_kd else Teacher()  # which is scored only
     if folder is None:
-        return Distiller(student, settings, precision, source, aligned=aligned)
+        return Distiller(student, settings, precision, teacher)
     recorder = FlightRecorder(folder.path / "faults") if folder.writes else None
-    distiller = Distiller(student, settings, precision, source, folder.events, aligned, recorder)
+    distiller = Distiller(student, settings, precision, teacher, folder.events, recorder)
     distiller.explainer.facts = {"learns_from": prepared.digest}
     return distiller
-
-
-def _source(prepared: Prepared) -> tuple[Source | None, Aligned | None]:
-    """Return the teacher's answers as a `Source`, or as `Aligned` if its tokenizer differs."""
-    settings, frozen = prepared.settings, prepared.frozen
-    if not settings.alpha_kd:
-        return None, None
-    if prepared.own_prompts:
-        return Plain(SelfTeacher(prepared.student.model, prepared.own_prompts)), None
-    if prepared.served is not None:
-        return Plain(prepared.served), None
-    if frozen is None:
-        return (Plain(prepared.cache) if prepared.cache else None), None
-    if settings.is_routed:
-        source = RoutedTeacher(
-            frozen,
-            settings,
-            scale_loss=prepared.precision.teacher == torch.float16,
-            gradient_checkpointing=settings.gradient_checkpointing,
-        )
-    elif prepared.others:
-        answers: Sequence[FrozenTeacher] = [frozen, *(placed for _, placed in prepared.others)]
-        names, weights = settings.teacher_names, settings.teacher_shares
-        source = Plain(*answers, names=names, weights=weights)
-        if settings.teacher_tags:
-            tags = prepared.student_blocks.tags
-            assert tags is not None  # _lay_out
-            source = ByTag(*answers, names=names, tags=tags)
-    else:
-        source = Plain(frozen)
-    if not isinstance(prepared.blocks, AlignedBlocks):
-        return source, None
-    answer = source.answer if isinstance(source, RoutedTeacher) else frozen
-    kind = settings.kind_of_divergence
-    return None, Aligned(answer, settings, divergence=kind, draws=settings.draws)

@@ -93,9 +93,8 @@ def run(
                 progress("judge", 0, 2, {})
                 prepared, table, generations = judge_teachers(prepared)
                 folder.writer.update_json("config.json", precision=str(prepared.precision))
-            prepared = prepared.without_cached_teacher()
             distiller = make_distiller(prepared, folder)
-            judge = make_judge(prepared, distiller.source.as_loaded)
+            judge = make_judge(prepared, distiller.teacher.as_loaded)
             with clock("judge"):
                 before = partial(judge_student, prepared, judge)
                 row, generations["before"] = ranks.from_first(before)
@@ -207,7 +206,7 @@ def _rollouts(distiller: Distiller, prepared: Prepared, weights: Path) -> Rollou
 
 def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: list[Row]) -> None:
     """Save the student as a model folder, and the teacher's router if it was trained."""
-    student, teacher = prepared.student, prepared.teacher
+    student, teachers = prepared.student, prepared.teacher.lms
     is_cut = prepared.settings.student_model.startswith("layers:")
 
     def save() -> None:
@@ -217,12 +216,12 @@ def _save(folder: RunFolder, prepared: Prepared, distiller: Distiller, table: li
             folder.path / "student",
             table,
             processor=student.processor,
-            base=teacher.name if is_cut and teacher is not None else "",
+            base=teachers[0].name if is_cut and teachers else "",
             made=card_facts(prepared, distiller, folder.count_events()),
         )
-        wrote = teacher if prepared.settings.teacher_text else None
+        wrote = teachers[0] if prepared.settings.teacher_text else None
         save_text_teacher(folder.path / "student", student, wrote)
-        distiller.source.save(folder.path)
+        distiller.teacher.save(folder.path)
 
     prepared.ranks.from_first(save)
 

@@ -37,9 +37,10 @@ FIRST_STEPS = 5  # whose loss terms are logged
 def config_facts(prepared: Prepared) -> dict[str, Any]:
     """Return the facts about models, data and resolved settings for `config.json`."""
     settings, train_set, blocks = prepared.settings, prepared.train_set, prepared.student_blocks
-    others = [_model_facts(lm) for lm, _ in prepared.others]
+    teachers = [_model_facts(lm) for lm in prepared.teacher.lms]
+    others = teachers[1:]
     return {
-        "teacher": _model_facts(prepared.teacher),
+        "teacher": teachers[0] if teachers else None,
         **({"beside": others} if others else {}),
         "student": _model_facts(prepared.student),
         "data": {
@@ -71,9 +72,9 @@ def write_left_out(prepared: Prepared, path: Path) -> None:
         atomic_write_text(path, "".join(f"{printable(message)}\n" for message in messages))
 
 
-def _model_facts(lm: CausalLM | None) -> dict[str, Any] | None:
-    if lm is None or lm.model is None:
-        return lm and {"name": lm.name}
+def _model_facts(lm: CausalLM) -> dict[str, Any]:
+    if lm.model is None:
+        return {"name": lm.name}
     config, parameters = lm.model.config.get_text_config(), [*lm.model.parameters()]
     return {
         "name": lm.name,
@@ -87,7 +88,9 @@ def _model_facts(lm: CausalLM | None) -> dict[str, Any] | None:
 def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[str, str]:
     """Return what the student's model card says about its origin, without local folders."""
     settings, data, defaults = prepared.settings, prepared.train_set, LanguageSettings().to_dict()
-    teachers = [(without_folders(t.name), t.weights_id.split()[0][:16]) for t in prepared.teachers]
+    teachers = [
+        (without_folders(t.name), t.weights_id.split()[0][:16]) for t in prepared.teacher.lms
+    ]
     values = {n: v for n, v in settings.to_dict().items() if v != defaults[n]}
     flags = [
         f"--{n.lower()}={_as_flag(n, v)}"
@@ -122,7 +125,7 @@ def metrics_facts(prepared: Prepared, distiller: Distiller) -> dict[str, Any]:
         "success_rate": distiller.success.rate,
         "success_rates": distiller.success.rates,
         "learned_from": distiller.learned,
-        "cache": prepared.cache.facts() if prepared.cache else None,
+        "cache": prepared.teacher.facts(),
         "alignment": blocks.statistics() if isinstance(blocks, AlignedBlocks) else None,
     }
 
@@ -142,14 +145,13 @@ def log_summary(prepared: Prepared, steps: int) -> None:
 def _summary(prepared: Prepared, steps: int) -> list[str]:
     settings, blocks = prepared.settings, prepared.student_blocks
     student = _model_facts(prepared.student)
-    assert student is not None
     n_warmup = warmup_length(
         steps, settings.warmup_fraction, settings.lr_schedule, settings.warmup_steps
     )
     batches = settings.gradient_accumulation_steps
     accumulated = f" in {batches} batches" if batches > 1 else ""
     return [
-        f"teacher: {_teacher_line(prepared)}",
+        f"teacher: {prepared.teacher.describe()}",
         f"student: {student['name']}, {student['trained']:,} of {student['parameters']:,} weights "
         "trained",
         f"text: {len(blocks):,} rows of {settings.block_size} tokens, "
@@ -164,26 +166,11 @@ def _summary(prepared: Prepared, steps: int) -> list[str]:
     ]
 
 
-def _teacher_line(prepared: Prepared) -> str:
-    settings = prepared.settings
-    if settings.teacher_model == "self":
-        return "the student itself, with the answer in view"
-    if prepared.teacher is None:
-        return "none: cross-entropy alone"
-    names = ", ".join(lm.name for lm in prepared.teachers)
-    if prepared.cache is not None:
-        return f"{names}, from the cache {settings.teacher_cache}"
-    if prepared.served is not None:
-        return f"{names}, served at {settings.teacher_url}"
-    weights = sum(p.numel() for lm in prepared.teachers for p in lm.model.parameters())
-    return f"{names}, {weights:,} weights, frozen"
-
-
 def _logits_line(prepared: Prepared) -> str:
     """Return the shapes of the logits of a batch."""
     settings, models = prepared.settings, {"student": prepared.student.model}
-    if prepared.frozen is not None:
-        models["teacher"] = prepared.frozen.model
+    for teacher in prepared.teacher.frozen[:1]:
+        models["teacher"] = teacher.model
     rows = f"{settings.batch_size}, {settings.block_size}"
     heads = {name: without_adapters(lm).get_output_embeddings() for name, lm in models.items()}
     return ", ".join(f"{name} [{rows}, {len(head.weight)}]" for name, head in heads.items())
@@ -264,7 +251,7 @@ def advice(distiller: Distiller) -> str:
             values["clip_grad"] = 0.5
         if settings.grad_norm_threshold is not None:  # of steps before this process resumed
             values["grad_norm_threshold"] = None
-        if distiller.has_teacher and distiller.aligned is None and settings.temperature < 2:
+        if distiller.teacher.compares == "tokens" and settings.temperature < 2:
             values["temperature"] = 2.0
         if distiller.precision.student != torch.float32:
             values["model_dtype"] = "float32"

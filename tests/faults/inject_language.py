@@ -15,7 +15,7 @@ from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.models.student import save_student
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.new_tokenizer import train_tokenizer
@@ -152,16 +152,15 @@ def taught(
     student=None,
     teacher=None,
     source=None,
-    aligned=None,
     precision=CPU,
     **settings,
 ):
     """Train with `train()`, and call `strike(distiller, step)` before each step."""
     options = LanguageSettings(**{**FAST, "block_size": BLOCK, **settings})
     student = make_model(seed=1) if student is None else student
-    if source is None and aligned is None:
-        source = Plain(FrozenTeacher(teacher or make_model(seed=2)))
-    training = Taught(ByHand(student, options, precision, source, aligned=aligned))
+    if source is None:
+        source = Live(FrozenTeacher(teacher or make_model(seed=2)))
+    training = Taught(ByHand(student, options, precision, source))
 
     def before_each():
         strike(training.distiller, len(training.before))

@@ -40,8 +40,8 @@ from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.settings.presets import PRESETS  # noqa: E402
 from ssl_kd.language.teachers.aligned import Aligned  # noqa: E402
 from ssl_kd.language.teachers.cache import TeacherFingerprint, cache_identity, write  # noqa: E402
-from ssl_kd.language.teachers.routed import RoutedTeacher  # noqa: E402
-from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.teachers.live import Live  # noqa: E402
+from ssl_kd.language.teachers.routed import Routed  # noqa: E402
 from ssl_kd.language.text.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language.text.blocks import make_blocks  # noqa: E402
 from ssl_kd.language.text.dataset import open_text  # noqa: E402
@@ -228,7 +228,7 @@ def _mixture(mode, **settings) -> tuple[Any, Any, dict]:
     model = make_model("Mixtral", seed=2)
     frozen = FrozenTeacher(model)
     full = LanguageSettings(**{**FAST, "block_size": BLOCK, **asked})
-    source = Plain(frozen) if mode == "native" else RoutedTeacher(frozen, full)
+    source = Live(frozen) if mode == "native" else Routed(frozen, full)
     return model, source, asked
 
 
@@ -252,8 +252,8 @@ def _without_router(step, *terms):
 
     def strike(distiller, now):
         terms_out(distiller, now)
-        if isinstance(distiller.source, RoutedTeacher):
-            distiller.source.learns = now != step
+        if isinstance(distiller.teacher, Routed):
+            distiller.teacher.learns = now != step
 
     return strike
 
@@ -326,11 +326,12 @@ def test_a_nan_expert_spoils_the_tokens_that_it_answers_and_no_other():
     model, source, _ = _mixture("sar")
     batch = make_rows().batch(range(8))
     tokens = torch.arange(batch.input_ids.numel())
-    before = source.frozen(batch, tokens).hidden
+    before = source.frozen[0](batch, tokens).hidden
+    source.begin()
     with source.mixture.watch() as gates:
-        source.frozen(batch, tokens)
+        source.frozen[0](batch, tokens)
     model.model.layers[1].mlp.experts.down_proj.data[2, 0, 0] = NAN
-    after = source.frozen(batch, tokens).hidden
+    after = source.frozen[0](batch, tokens).hidden
     answered = (gates.chosen[1] == 2).any(1)
     assert 0 < int(answered.sum()) < len(tokens)
     assert torch.equal(~after.isfinite().all(1), answered)
@@ -355,9 +356,9 @@ def _aligned(how, two, strike=lambda distiller, step: None, at=None, kinds=("Lla
     if at is not None:
         strike = Struck(teacher.model.norm, (0, at)).at(3)
     with torch.random.fork_rng():
-        aligned = Aligned(FrozenTeacher(teacher), LanguageSettings(**asked))
+        aligned = Aligned(Live(FrozenTeacher(teacher)), LanguageSettings(**asked))
     student = make_model(kinds[0], seed=1, vocab_size=mine)
-    return taught(strike, rows=rows, aligned=aligned, student=student, **asked)
+    return taught(strike, rows=rows, source=aligned, student=student, **asked)
 
 
 every_alignment = pytest.mark.parametrize("how", ["uld", "chunks"])
@@ -490,7 +491,7 @@ def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind, float1
     teacher.model.norm.weight.data.fill_(150)
     frozen = FrozenTeacher(teacher, dtype=torch.float16)
     assert not teacher.lm_head(teacher.model(make_rows().ids[:4])[0]).isfinite().all()
-    found = taught(source=Plain(frozen), precision=half, **HALF)
+    found = taught(source=Live(frozen), precision=half, **HALF)
     assert all(result.updated and 0 < result.kd < INF for result in found.results)
     assert not found.events
 

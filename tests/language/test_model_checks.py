@@ -108,7 +108,7 @@ def test_the_attention_of_both_models_is_set(settings, folders, tmp_path):
         Precision.for_device("cpu"),
         no_progress,
     )
-    for lm in (chosen.student, chosen.teacher):
+    for lm in (chosen.student, *chosen.teacher.lms):
         assert lm.model.config._attn_implementation == "eager"
 
 

@@ -65,7 +65,9 @@ def test_the_students_rows_come_last_and_have_no_cross_entropy(settings):
     text = [row for row in (3, 1, 4, 2, 6) if not is_own[row]]
     assert 0 < batch.written < 5 and batch.rows[: len(text)].tolist() == text
     distiller = make_distiller(task)
-    _, ce, kd, n = oracle.step(distiller.student, task.frozen.model, batch, own, len(text))
+    _, ce, kd, n = oracle.step(
+        distiller.student, task.teacher.frozen[0].model, batch, own, len(text)
+    )
     result = distiller.step([batch], 1e-3)
     assert result.updated and result.tokens == n and result.kd == pytest.approx(kd, rel=1e-4)
     assert result.ce == pytest.approx(ce * n / batch.text_tokens, rel=1e-4)
@@ -103,7 +105,7 @@ def test_prompts_alone_are_continued_by_the_student_and_cached(settings, tmp_pat
     cache_teacher(own)
     task = prepared(own)
     assert int(task.blocks.by_student.sum()) == 4 < len(task.blocks)
-    assert task.cache.manifest["statistics"]["tokens"] == int(task.blocks.counts.sum()) > 0
+    assert task.teacher.cache.manifest["statistics"]["tokens"] == int(task.blocks.counts.sum()) > 0
     assert log_lines(run(own))[0]["kd"] is not None
     before = cache_teacher(own.replace(teacher_cache="auto")).folder
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:70]))
@@ -127,12 +129,13 @@ def test_the_teacher_is_the_same_model_behind_another_prompt(on_self, tiny, lora
     rollouts = rollout_batches(distiller, task.blocks, tiny.tokenizer)
     (batch,), _ = rollouts.batches(0, [torch.arange(8)], torch.device("cpu"))
     assert 0 < batch.written < 8 and distiller.step([batch], 1e-2).updated  # adapters are not 0
-    source: Any = distiller.source
+    source: Any = distiller.teacher
     model: Any = distiller.student
     at = 0
-    found = logits_of(source(batch, next_token_targets(batch.input_ids, batch.counts)[0], None)[0])
+    rows, _ = next_token_targets(batch.input_ids, batch.counts)
+    found = logits_of(source.answer_once(batch, rows))
     for i, row in enumerate(batch.rows.tolist()):
-        (first, prompt), n = task.own_prompts[row], int((batch.documents[i] > 0).sum())
+        (first, prompt), n = task.blocks.own_prompts[row], int((batch.documents[i] > 0).sum())
         one = task.train_set.examples[row]
         assert f"{one.privileged_context or one.completion} again." in tiny.tokenizer.decode(prompt)
         with torch.no_grad(), (model.disable_adapter if lora_rank else torch.no_grad)():
@@ -142,7 +145,7 @@ def test_the_teacher_is_the_same_model_behind_another_prompt(on_self, tiny, lora
         at += len(wanted)
     assert at == len(found)
     whole = [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
-    assert source.answers[0].student is model and bool(whole) == (lora_rank == 0)
+    assert source.student is model and bool(whole) == (lora_rank == 0)
 
 
 def test_in_a_chat_the_users_turn_before_the_answer_changes(tiny):
@@ -160,7 +163,8 @@ def test_in_a_chat_the_users_turn_before_the_answer_changes(tiny):
     examples = [as_example(r, str(i), prompts=True) for i, r in enumerate(records)]
     texts: Any = TextDataset("chats", "train", examples, "", ())
     lm = CausalLM(tiny.model(), tokenizer, "", "")
-    blocks, prompts = with_own_prompts(texts, lm, 96, "{prompt} [{privileged_context}]")
+    blocks = with_own_prompts(texts, lm, 96, "{prompt} [{privileged_context}]")
+    prompts = blocks.own_prompts
     assert [tokenizer.decode(prompt) for _, prompt in prompts] == [
         "<user>u [a]\n<assistant>",
         "<user>u\n<assistant>a\n<user>more [a]\n<assistant>",
@@ -190,12 +194,15 @@ def test_a_fault_behind_the_teachers_prompt_alone_is_named(on_self, tiny):
 
 def test_without_anything_privileged_there_is_nothing_to_learn(on_self, tiny):
     task = prepared(on_self())
-    blocks, prompts = with_own_prompts(task.train_set, task.student, 64, "{prompt}")
+    blocks = with_own_prompts(task.train_set, task.student, 64, "{prompt}")
     model, batch = task.student.model, blocks.batch(range(6))
-    source: Any = SelfTeacher(model, prompts)
-    distiller = tiny.distiller(source, model, tiny.half(torch.bfloat16), alpha_ce=0.0, alpha_kd=1.0)
+    source: Any = SelfTeacher(model, blocks.own_prompts)
+    half = tiny.half(torch.bfloat16)
+    distiller = tiny.distiller(None, model, half, source, alpha_ce=0.0, alpha_kd=1.0)
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     with distiller.precision.autocast():
-        assert torch.equal(source(batch, rows).hidden, distiller._forward(batch).at(rows).x)
+        assert torch.equal(
+            source.answer_once(batch, rows).hidden, distiller._forward(batch).at(rows).x
+        )
     (kd := distiller.terms(batch)["kd"]).backward()  # the two heads round differently
     assert abs(kd) < 1e-8 and all(p.grad.abs().max() < 1e-4 for p in model.parameters())

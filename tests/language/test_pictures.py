@@ -25,7 +25,7 @@ from ssl_kd.language.models.student import add_lora, freeze_tower  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
-from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.teachers.live import Live  # noqa: E402
 from ssl_kd.language.text.dataset import open_text  # noqa: E402
 from ssl_kd.language.text.picture_blocks import make_picture_blocks  # noqa: E402
 from ssl_kd.language.text.rows import check_ranks_see  # noqa: E402
@@ -71,7 +71,7 @@ class Read:
     def objective(self, tiny, student, teacher, images=True, **changes):
         freeze_tower(student, images=images)
         settings = tiny.settings(temperature=2.0, **changes)
-        source = None if teacher is None else Plain(teacher)
+        source = None if teacher is None else Live(teacher)
         return Objective(student.eval(), settings, tiny.precision, source)
 
 
@@ -176,7 +176,7 @@ def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(read, tiny):
         result = distiller.step(batches, 1e-2)
         return result, [p.detach().clone() for p in student.parameters()]
 
-    sick, ours = stepped(Plain(Sick(read.teacher())))
+    sick, ours = stepped(Live(Sick(read.teacher())))
     alone, theirs = stepped(None, alpha_kd=0.0)
     assert sick.updated and math.isnan(sick.kd) and same(ours, theirs)
     assert not same(ours, [*read.model().parameters()]) and sick.ce == alone.ce

@@ -51,7 +51,7 @@ def test_the_student_continues_prompts_and_the_teacher_the_held_out_ones(setting
         ids = held_out.ids[row][held_out.documents[row] > 0]
         at = int(held_out.counts[row].int().argmax())
         with torch.no_grad():
-            likeliest = task.frozen.model(ids[None]).logits[0, at - 1 : -1].argmax(-1)
+            likeliest = task.teacher.frozen[0].model(ids[None]).logits[0, at - 1 : -1].argmax(-1)
         assert torch.equal(likeliest, ids[at:]) or not example.is_prompt
     by_teacher = settings(**prompts | {"on_policy": 0.0, "alpha_ce": 0.5}, teacher_text=1.0)
     assert prepared(by_teacher).student_blocks.counts.any(1).all()

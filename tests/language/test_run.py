@@ -574,7 +574,7 @@ def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, monkeypat
 
 
 def spoil_teacher(distiller):
-    distiller.source.models["teacher"].model.norm.weight.data[3] = math.nan
+    distiller.teacher.models["teacher"].model.norm.weight.data[3] = math.nan
 
 
 @pytest.mark.parametrize(("patience", "last"), [({"stop_after": 3}, 3), ({"stop_after": None}, 4)])

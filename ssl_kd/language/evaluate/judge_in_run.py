@@ -20,7 +20,6 @@ from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.prepare import Prepared
 from ssl_kd.language.settings.foreign_names import IN_MEMORY
 from ssl_kd.language.teachers.load import load_teacher
-from ssl_kd.language.text.aligned import AlignedBlocks
 from ssl_kd.language.text.blocks import Batch, Blocks
 
 logger = logging.getLogger(__name__)
@@ -36,14 +35,14 @@ def make_judge(
 ) -> LanguageJudge:
     """Return the judge that scores all models of a run on the same text with the same settings."""
     settings, teacher = prepared.settings, prepared.teacher
-    teachers: list[FrozenTeacher] = []
-    if prepared.frozen is not None and not isinstance(prepared.blocks, AlignedBlocks):
-        teachers = [prepared.frozen, *(other for _, other in prepared.others)]
+    reading = None
+    if teacher.lms:
+        reading = Reading(teacher.lms[0].tokenizer, prepared.teacher_eval_blocks)
     return LanguageJudge(
         prepared.eval_set.examples,
         Reading(prepared.student.tokenizer, prepared.eval_blocks),
-        teacher and Reading(teacher.tokenizer, prepared.teacher_eval_blocks),
-        references=teachers,
+        reading,
+        references=teacher.frozen if teacher.compares == "tokens" else (),
         weights=settings.teacher_shares,
         validation_blocks=prepared.validation_blocks,
         batch_size=-(-settings.batch_size // prepared.ranks.world),
@@ -68,35 +67,25 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
     Raises:
         InputError: ALPHA_KD is above 0, and a teacher's output on held-out text is not finite.
     """
-    lm, settings, teacher = prepared.teacher, prepared.settings, prepared.frozen
-    if (served := prepared.served) is not None:
-        scores = prepared.ranks.from_first(
-            lambda: served.scores(prepared.teacher_eval_blocks, settings.batch_size)
+    teacher, is_half = prepared.teacher, prepared.precision.teacher == torch.float16
+    rows, texts = teacher.score(make_judge(prepared))
+    checked = zip(teacher.lms, teacher.frozen, rows, strict=False)
+    for i, (lm, frozen, row) in enumerate(checked if prepared.settings.alpha_kd else ()):
+        if not row["left_out"]:
+            continue
+        cause = _cause(prepared, frozen)
+        if i == 0 and is_half:
+            return judge_teachers(_in_wider_dtype(prepared, frozen, cause))
+        if i > 0:
+            cause += "; or remove this teacher from TEACHER_MODEL"
+            cause += "; or compute in float32 (--model_dtype float32)" if is_half else ""
+        raise InputError(
+            f"the output of the teacher {lm.name} on held-out text is not finite, so no student can"
+            f" be trained on it{cause}"
         )
-        return prepared, [scores.table_row("teacher")], {"teacher": [""] * settings.generations}
-    if lm is None or lm.model is None:
-        return prepared, [], {}
-    if teacher is None:  # replaced by its cache, which is finite: it is scored only
-        device, dtype = prepared.precision.device, prepared.precision.teacher
-        teacher = FrozenTeacher(lm.model, device=device, dtype=dtype)
-    judge = make_judge(prepared)
-    row, texts = judge.row("teacher", teacher)
-    if row["left_out"] and prepared.frozen is not None and settings.alpha_kd:
-        cause, float16 = _cause(prepared, teacher), prepared.precision.teacher == torch.float16
-        if float16:
-            return judge_teachers(_in_wider_dtype(prepared, teacher, cause))
-        raise _not_finite(lm, cause)
-    _warn_of_uniform_guess(lm, row)
-    rows = [row]
-    for other, frozen in prepared.others:
-        row, _ = judge.row(f"teacher {other.name}", frozen)
-        if row["left_out"] and settings.alpha_kd:
-            fix = "; or remove this teacher from TEACHER_MODEL"
-            if prepared.precision.teacher == torch.float16:
-                fix += "; or compute in float32 (--model_dtype float32)"
-            raise _not_finite(other, _cause(prepared, frozen) + fix)
-        rows.append(row)
-    return prepared, rows, {"teacher": texts}
+    if rows and teacher.lms[0].model is not None:
+        _warn_of_uniform_guess(teacher.lms[0], rows[0])
+    return prepared, rows, {"teacher": texts} if rows else {}
 
 
 def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[str]]:
@@ -112,13 +101,6 @@ def judge_student(prepared: Prepared, judge: LanguageJudge) -> tuple[Row, list[s
     raise InputError(
         f"the student {prepared.student.name} has NaN or infinity before training: {cause}. Set"
         " STUDENT_MODEL to a model with finite weights"
-    )
-
-
-def _not_finite(lm: CausalLM, cause: str) -> InputError:
-    return InputError(
-        f"the output of the teacher {lm.name} on held-out text is not finite, so no student can be"
-        f" trained on it{cause}"
     )
 
 
@@ -151,7 +133,6 @@ def _warn_of_uniform_guess(teacher: CausalLM, row: Row) -> None:
 
 def _in_wider_dtype(prepared: Prepared, teacher: FrozenTeacher, cause: str) -> Prepared:
     """Load the first teacher again in bfloat16 or float32; return the updated `prepared`."""
-    assert prepared.teacher is not None
     settings, precision = prepared.settings, prepared.precision
     halves = DeviceInfo.of(precision.device).halves()[0]
     dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float32
@@ -165,6 +146,5 @@ def _in_wider_dtype(prepared: Prepared, teacher: FrozenTeacher, cause: str) -> P
     teacher.model.to("cpu")  # the device may not hold both
     why = f"{precision.why}; {message}"
     precision = dataclasses.replace(precision, teacher=dtype, why=why)
-    lm = load_teacher(settings, prepared.teacher.name, precision)
-    frozen = FrozenTeacher(lm.model, device=precision.device, dtype=dtype)
-    return dataclasses.replace(prepared, precision=precision, teacher=lm, frozen=frozen)
+    lm = load_teacher(settings, prepared.teacher.lms[0].name, precision)
+    return prepared.with_first_teacher(lm, precision)

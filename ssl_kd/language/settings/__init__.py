@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import Self
@@ -12,7 +11,6 @@ from typing_extensions import Self
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.settings import SettingsError
 from ssl_kd.core.settings.import_paths import check_installed
-from ssl_kd.language.losses.divergences import selects_by_student
 from ssl_kd.language.settings.foreign_names import (
     ALIASES,
     FIRST,
@@ -31,6 +29,7 @@ from ssl_kd.language.settings.groups import (
     TextSettings,
     TrainingSettings,
 )
+from ssl_kd.language.teachers.kinds import kinds_of
 
 
 @dataclass(frozen=True)
@@ -118,63 +117,34 @@ class LanguageSettings(
         }
         check_installed([name for name, needs in needed.items() if needs], "llm")
 
+    @property
+    def generates(self) -> str:
+        """Return the settings by which a model continues rows of text, as "A and B", or ""."""
+        names = ("on_policy", "teacher_text", "student_text")
+        return " and ".join(name.upper() for name in names if getattr(self, name))
+
     def check_together(self) -> None:
         """Raise SettingsError if settings that are valid alone contradict each other."""
         super().check_together()
-        no_teacher, cached = self.teacher_model == "none", self.teacher_cache is not None
+        if self.push_to_hub and self.hub_model_id is None:
+            raise SettingsError("PUSH_TO_HUB is True, but HUB_MODEL_ID is None: set HUB_MODEL_ID.")
+        if self.hub_model_id is not None and not self.push_to_hub:
+            raise SettingsError(
+                f"HUB_MODEL_ID is {self.hub_model_id!r}, but PUSH_TO_HUB is False: set PUSH_TO_HUB"
+                " to True."
+            )
         template = self.teacher_prompt_template
-        _refuse(
-            (
-                self.push_to_hub != (self.hub_model_id is not None),
-                f"PUSH_TO_HUB is {self.push_to_hub} and HUB_MODEL_ID is {self.hub_model_id!r}: set"
-                " both, or neither.",
-            ),
-            (
-                no_teacher and self.alpha_ce == 0,
-                "TEACHER_MODEL is 'none' and ALPHA_CE is 0, so there is no loss: set ALPHA_CE above"
-                " 0, or name a teacher.",
-            ),
-            (
-                no_teacher and cached,
-                f"TEACHER_CACHE is {self.teacher_cache!r}, but TEACHER_MODEL is 'none': set"
-                " TEACHER_MODEL to the teacher whose answers the cache holds.",
-            ),
-            (
-                cached and (self.router_mode in ("sar", "ka") or self.align != "auto"),
-                f"TEACHER_CACHE is set, but ROUTER_MODE {self.router_mode!r} with ALIGN"
-                f" {self.align!r} needs a live teacher: set TEACHER_CACHE to None, or ROUTER_MODE"
-                " to 'all' or 'native' and ALIGN to 'auto'.",
-            ),
-            (
-                self.router_mode == "sar" and self.align != "auto",
-                f"ALIGN is {self.align!r}, but ROUTER_MODE 'sar' needs teacher and student to have"
-                " the same tokenizer: set ROUTER_MODE to 'all' or 'ka', or ALIGN to 'auto'.",
-            ),
-            (
-                self.legacy_clamp is not None and cached,
-                "LEGACY_CLAMP is set, but it needs the logits of a live teacher: set TEACHER_CACHE"
-                " or LEGACY_CLAMP to None.",
-            ),
-            (
-                any(part not in template for part in ("{prompt}", "{privileged_context}")),
-                f"TEACHER_PROMPT_TEMPLATE is {template!r}: add {{prompt}}, {{privileged_context}}.",
-            ),
-        )
-        if self.teacher_model == "self":
-            self._check_defaults(
-                "TEACHER_MODEL is 'self', which is the student in this process",
-                *("teacher_cache", "teacher_url", "teacher_text"),
-                *("align", "router_mode", "router_weights"),
+        if "{prompt}" not in template or "{privileged_context}" not in template:
+            raise SettingsError(
+                f"TEACHER_PROMPT_TEMPLATE is {template!r}: add {{prompt}}, {{privileged_context}}."
             )
         if self.teacher_url is not None or self.rollout_url is not None:
             self._check_urls()
-        if self.teacher_url is not None:
-            self._check_served()
-        if len(self.teacher_names) > 1 or self.teacher_field:
-            self._check_several()
+        for kind in kinds_of(self):
+            kind.check(self)
         if self.quantization is not None:
             self._check_quantization()
-        self._check_generation(no_teacher, cached)
+        self._check_generation()
 
     def check_images(self, *first_images: str | None) -> None:
         """Raise SettingsError if the text holds images and these settings cannot use them.
@@ -185,20 +155,20 @@ class LanguageSettings(
         first = next((image for image in first_images if image is not None), None)
         if first is None:
             return
-        fresh = self.student_model.startswith(("fresh:", "llama:"))
-        text_only = f"STUDENT_MODEL is {self.student_model!r}, which reads only text"
-        for conflict, reason, fix in (
-            (self.to_train, "TEACHER_MODEL is 'train'", "name a model that reads images"),
-            (self.teacher_model == "self", "TEACHER_MODEL is 'self'", "name a model"),
-            (len(self.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
-            (fresh, text_only, "set it to layers:N, or to the folder of a model"),
-            (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
-            (self.teacher_url, "TEACHER_URL supports only text", "name the teacher's folder"),
-            (self.on_policy, "ON_POLICY supports only text", "set it to 0"),
-            (self.teacher_text, "TEACHER_TEXT supports only text", "set it to 0"),
-            (self.student_text, "STUDENT_TEXT supports only text", "set it to 0"),
-        ):
-            _refuse((conflict, f"the text holds images, first in {first}, but {reason}: {fix}."))
+        text = f"the text holds images, first in {first}, but"
+        for kind in kinds_of(self):
+            if kind.reads_no_images is not None:
+                setting, fix = kind.reads_no_images
+                value = getattr(self, setting.lower())
+                raise SettingsError(f"{text} {setting} is {value!r}: {fix}.")
+        if self.student_model.startswith(("fresh:", "llama:")):
+            raise SettingsError(
+                f"{text} STUDENT_MODEL is {self.student_model!r}, which reads only text: set it to"
+                " layers:N, or to the folder of a model."
+            )
+        if self.generates:
+            setting = self.generates.partition(" ")[0]
+            raise SettingsError(f"{text} {setting} supports only text: set it to 0.")
 
     def _check_urls(self) -> None:
         from ssl_kd.language.teachers.http_client import check_url  # late: --help needs no torch
@@ -209,141 +179,56 @@ class LanguageSettings(
         except InputError as error:
             raise SettingsError(f"{error}.") from error
 
-    def _check_defaults(self, reason: str, *names: str) -> None:
-        """Raise SettingsError for the first of these settings that has not its default."""
-        for name in names:
-            value, default = getattr(self, name), getattr(type(self), name)
-            setting = name.upper()
-            message = f"{setting} is {value!r}, but {reason}: set {setting} to {default!r}."
-            _refuse((value != default, message))
-
-    def _check_served(self) -> None:
-        _refuse(
-            (
-                self.to_train or self.teacher_model == "none",
-                f"TEACHER_MODEL is {self.teacher_model!r}, but TEACHER_URL needs the tokenizer of"
-                " the served teacher: set TEACHER_MODEL to the teacher's folder or Hub name.",
-            ),
-            (
-                self.temperature != 1,
-                f"TEMPERATURE is {self.temperature:g}, but the server at TEACHER_URL returns"
-                " probabilities at temperature 1 only: set TEMPERATURE to 1.",
-            ),
-            (
-                self.student_model.startswith("layers:"),
-                f"STUDENT_MODEL is {self.student_model!r}, which is cut from the teacher, but"
-                " TEACHER_URL runs the teacher on a server: set STUDENT_MODEL to a folder, or to"
-                " llama:LAYERSxDIM.",
-            ),
-            (
-                selects_by_student(self.divergence),
-                f"DIVERGENCE is {self.divergence!r}, which needs the teacher's probabilities of the"
-                " student's likeliest tokens, but TEACHER_URL provides only the teacher's own: set"
-                " DIVERGENCE to 'reverse_kl'.",
-            ),
-        )
-        router = () if self.router_mode == "auto" else ("router_mode",)  # native for a server
-        self._check_defaults(
-            "the server at TEACHER_URL returns only the likeliest tokens of an unchanged teacher",
-            *("align", *router, "router_weights", "legacy_clamp"),
-        )
-
-    def _check_several(self) -> None:
-        names, tags = self.teacher_names, self.teacher_tags
-        single = any(name.partition(":")[0] in ("train", "none", "") for name in names)
-        plain = all((*tags, *names)) and len({*tags}) == len(names) > 1 and not self.teacher_shares
-        _refuse(
-            (
-                tags and (self.teacher_url or self.teacher_text or not plain),
-                f"TEACHER_FIELD is set, and TEACHER_MODEL is {self.teacher_model!r}: expected local"
-                " ones, each with its own tag and no weight: 'math=A, code=B', and TEACHER_TEXT 0.",
-            ),
-            (
-                not tags and all("=" in name and not Path(name).is_dir() for name in names),
-                f"TEACHER_MODEL is {self.teacher_model!r}, but TEACHER_FIELD is None: set it to the"
-                " field of the records that holds these tags.",
-            ),
-            (
-                single,
-                f"TEACHER_MODEL is {self.teacher_model!r}: expected folders, or names on the Hub,"
-                " separated by commas ('train' and 'none' cannot be combined).",
-            ),
-        )
-        self._check_defaults(
-            "TEACHER_MODEL names several teachers, which run live, unchanged and with the student's"
-            " tokenizer",
-            *("align", "router_mode", "router_weights", "teacher_cache"),
-        )
-
     def _check_quantization(self) -> None:
         kind = self.student_model.partition(":")[0]
         base = self.lora_rank and kind not in ("fresh", "llama", "layers", IN_MEMORY)
         loaded = self.teacher_url is None and self.teacher_model not in ("none", "self", IN_MEMORY)
-        for conflict, fix in (
-            (
-                not (loaded or (base and self.quantization == "nf4")),
-                "but no frozen model is loaded: name a TEACHER_MODEL, or a STUDENT_MODEL with"
-                " LORA_RANK above 0",
-            ),
-            (kind == "layers", "but STUDENT_MODEL 'layers:N' needs unquantized weights: change it"),
-        ):
-            _refuse((conflict, f"QUANTIZATION is {self.quantization!r}, {fix}, or set it to None."))
+        if not (loaded or (base and self.quantization == "nf4")):
+            raise SettingsError(
+                f"QUANTIZATION is {self.quantization!r}, but no frozen model is loaded: name a"
+                " TEACHER_MODEL, or a STUDENT_MODEL with LORA_RANK above 0, or set it to None."
+            )
+        if kind == "layers":
+            raise SettingsError(
+                f"QUANTIZATION is {self.quantization!r}, but STUDENT_MODEL 'layers:N' needs"
+                " unquantized weights: change it, or set QUANTIZATION to None."
+            )
 
-    def _check_generation(self, no_teacher: bool, cached: bool) -> None:
-        kinds = ("on_policy", "teacher_text", "student_text")
-        names = " and ".join(kind.upper() for kind in kinds if getattr(self, kind))
-        scored = "STUDENT_TEXT" if self.student_text else "ON_POLICY"
-        built = self.student_model.startswith(("fresh:", "layers:", "llama:"))
-        _refuse(
-            (
-                self.rollout_url and (built or not self.on_policy),
-                f"ROLLOUT_URL is set, but STUDENT_MODEL is {self.student_model!r} and ON_POLICY"
-                f" {self.on_policy:g}: expected a saved model, which a server loads, and above 0.",
-            ),
-            (
-                self.rollout_url and self.modules_to_save,
-                f"MODULES_TO_SAVE is {self.modules_to_save!r}, but the vLLM server at ROLLOUT_URL"
-                " loads only adapters: set one of them to None.",
-            ),
-            (
-                self.divergence == "distillm2" and not self.on_policy,
+    def _check_generation(self) -> None:
+        names = self.generates
+        if self.rollout_url is not None:
+            self._check_rollout_url()
+        if self.divergence == "distillm2" and not self.on_policy:
+            raise SettingsError(
                 "DIVERGENCE 'distillm2' contrasts text with the student's continuations: set"
-                " ON_POLICY above 0; 1 makes a pair of each row.",
-            ),
-            (
-                self.student_text and names != "STUDENT_TEXT",
+                " ON_POLICY above 0; 1 makes a pair of each row."
+            )
+        if self.student_text and names != "STUDENT_TEXT":
+            raise SettingsError(
                 f"{names} are above 0, but STUDENT_TEXT cannot be combined with other generated"
-                " text: set one of them to 0 (train on the teacher's text in an earlier run).",
-            ),
-            (
-                names and (no_teacher or (names != "TEACHER_TEXT" and self.alpha_kd == 0)),
-                f"{names} is above 0, which needs a teacher; only it scores generated text: name a"
-                f" TEACHER_MODEL, and for {scored} set ALPHA_KD above 0.",
-            ),
-            (
-                self.student_text and self.align != "auto",
-                f"STUDENT_TEXT is above 0, but ALIGN is {self.align!r}: set ALIGN to 'auto', and"
-                " name a teacher with the student's tokenizer.",
-            ),
-            (
-                names and not self.student_text and (cached or self.align != "auto"),
-                f"{names} is above 0, which needs a live teacher with the student's tokenizer: set"
-                " TEACHER_CACHE to None and ALIGN to 'auto'.",
-            ),
-            (
-                not self.learn_thoughts and (names or self.align != "auto"),
-                f"LEARN_THOUGHTS is False, but {names or 'ALIGN'} is set: choose one of them.",
-            ),
-            (
-                self.teacher_text and self.teacher_url is not None,
-                "TEACHER_TEXT is above 0, which needs a local teacher, but TEACHER_URL is set: set"
-                " TEACHER_TEXT to 0 or TEACHER_URL to None.",
-            ),
-        )
+                " text: set one of them to 0 (train on the teacher's text in an earlier run)."
+            )
+        if names not in ("", "TEACHER_TEXT") and self.alpha_kd == 0:
+            raise SettingsError(
+                f"{names} is above 0, but ALPHA_KD is 0, and only the teacher scores the student's"
+                " text: set ALPHA_KD above 0."
+            )
+        if names and not self.learn_thoughts:
+            raise SettingsError(f"LEARN_THOUGHTS is False, but {names} is set: choose one of them.")
 
-
-def _refuse(*conflicts: tuple[object, str]) -> None:
-    """Raise SettingsError with the message of the first (condition, message) pair that is true."""
-    for conflict, message in conflicts:
-        if conflict:
-            raise SettingsError(message)
+    def _check_rollout_url(self) -> None:
+        if self.student_model.startswith(("fresh:", "layers:", "llama:")):
+            raise SettingsError(
+                f"STUDENT_MODEL is {self.student_model!r}, but the server at ROLLOUT_URL loads a"
+                " saved model: set STUDENT_MODEL to its folder or Hub name."
+            )
+        if not self.on_policy:
+            raise SettingsError(
+                "ROLLOUT_URL is set, but ON_POLICY is 0, so nothing is sampled: set ON_POLICY above"
+                " 0."
+            )
+        if self.modules_to_save:
+            raise SettingsError(
+                f"MODULES_TO_SAVE is {self.modules_to_save!r}, but the vLLM server at ROLLOUT_URL"
+                " loads only adapters: set one of them to None."
+            )

@@ -21,7 +21,7 @@ from ssl_kd.language.prepare import ModelLoader, prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.cache import TeacherCache, TeacherFingerprint, cache_identity, write
 from ssl_kd.language.teachers.load import ONE_RANK
-from ssl_kd.language.teachers.routed import RoutedTeacher
+from ssl_kd.language.teachers.routed import Routed
 from ssl_kd.language.teachers.served import ServedTeacher
 from ssl_kd.language.text.blocks import Blocks
 from ssl_kd.language.text.rows import lay_out, with_chat_template
@@ -78,7 +78,9 @@ def _cache_teacher(
     else:
         answers = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)
         if settings.is_routed:
-            answers = RoutedTeacher(answers, settings).answer
+            routed = Routed(answers, settings)
+            routed.begin()
+            answers = routed.answer_once
         dtype = str(precision.teacher).removeprefix("torch.")
         if settings.quantization is not None:
             dtype = f"nf4 {dtype}"
@@ -110,12 +112,12 @@ def _teacher_and_rows(
     if settings.student_text:  # the student writes the rows, and is not kept
         alone = settings.replace(teacher_cache=None)
         live = prepare(alone, precision, progress, ranks, texts=texts)
-        teacher, blocks = live.teacher, live.blocks
+        (teacher,), blocks = live.teacher.lms, live.blocks
     else:
         teacher = ModelLoader(settings, texts[0], precision, progress, ranks).teacher()
         teacher = with_chat_template(teacher, settings)
         blocks = lay_out(settings.block_size, settings.packing, texts[0], teacher)
-    assert teacher is not None and isinstance(blocks, Blocks)  # LanguageSettings
+    assert isinstance(blocks, Blocks)  # ALIGN is refused with a cache
     return teacher, replace(blocks, by_student=None)  # a cache has the order of the text
 
 

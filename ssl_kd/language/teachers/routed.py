@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,27 +10,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from firstnan.events import Event
 from ssl_kd.language.losses.teacher_output import TeacherOutput
 from ssl_kd.language.losses.token_distillation import linear_distillation, next_token_targets
-from ssl_kd.language.models.causal import without_adapters
+from ssl_kd.language.models.causal import CausalLM, without_adapters
 from ssl_kd.language.models.frozen import FrozenTeacher, hidden_states
 from ssl_kd.language.models.mixture import Mixture, Routing
 from ssl_kd.language.models.router import RouterRecord, RouterStep
 from ssl_kd.language.settings.groups import RouterSettings
-from ssl_kd.language.teachers.sources import Source, named_rows
+from ssl_kd.language.teachers.base import Rows, TeacherContext, named_rows
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.text.blocks import Batch
 
 KA_LAMBDA = 0.05  # probability that the experts of a token are sampled in ROUTER_MODE ka
 
 
-class RoutedTeacher(Source):
-    """Return the answers of a mixture-of-experts teacher, and train its router in mode `sar`.
+class Routed(Live):
+    """A mixture-of-experts teacher, whose router is trained in mode `sar`.
 
     In `sar`, each batch first updates the router by `KL(p || q)`, where q is the fixed student, and
     then gets the answer p of the teacher with the new router (Every Expert Matters, arXiv
-    2502.12947, 2025, section 3). `scale_loss` is for a float16 teacher.
+    2502.12947, 2025, section 3). `scale_loss` is for a float16 teacher. The model keeps its own
+    experts and router until `begin`.
     """
 
     def __init__(
@@ -40,44 +43,60 @@ class RoutedTeacher(Source):
         *,
         scale_loss: bool = False,
         gradient_checkpointing: bool = False,
+        lms: Sequence[CausalLM] = (),
     ) -> None:
-        self.frozen, self.model, self.device = frozen, frozen.model, frozen.device
-        self.models = {"teacher": frozen.model}
-        self.mixture = Mixture(frozen.model)
+        super().__init__(frozen, lms=lms)
         self.mode: Any = router.router_mode
-        self.draws = router.draws
-        if router.router_weights is not None:
-            self.mixture.load_router(router.router_weights)
+        self.model, self.device, self.draws = frozen.model, frozen.device, router.draws
+        self._settings, self._scale_loss = router, scale_loss
+        self._checkpointing = gradient_checkpointing
         self.record: RouterRecord | None = None  # of the last router step
         self.ce: float | None = None  # of the teacher in that step, in nats per token
         self.events: list[Event] = []  # not yet in the event log
         self.router: RouterStep | None = None
         self.learns = True
+
+    @classmethod
+    def open(cls, context: TeacherContext, rows: Rows) -> Self:
+        """Return the teacher, whose loss is scaled in float16."""
+        return cls(
+            context.frozen[0],
+            context.settings,
+            scale_loss=context.precision.teacher == torch.float16,
+            gradient_checkpointing=context.settings.gradient_checkpointing,
+            lms=context.lms,
+        )
+
+    def begin(self) -> None:
+        """Take control of the experts, load ROUTER_WEIGHTS, and in `sar` make the optimizer."""
+        self.mixture = Mixture(self.model)
+        if self._settings.router_weights is not None:
+            self.mixture.load_router(self._settings.router_weights)
         if self.mode == "sar":
-            assert frozen.linear, "no mixture with a softmax gate caps or scales its logits"
+            assert self.frozen[0].linear, "no mixture with a softmax gate caps or scales its logits"
             self.router = RouterStep(
                 self.mixture,
-                learning_rate=router.router_lr,
-                gradient_checkpointing=gradient_checkpointing,
-                scale_loss=scale_loss,
+                learning_rate=self._settings.router_lr,
+                gradient_checkpointing=self._checkpointing,
+                scale_loss=self._scale_loss,
             )
 
-    def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
+    def answer_once(self, batch: Batch, rows: Tensor) -> TeacherOutput:
         """Return the teacher's answer with one choice of experts, without training the router."""
         # From the random state of the step, so that a resumed run samples the same experts.
         seed = int(torch.randint(2**62, ())) if self.mode == "ka" else 0
         generator = torch.Generator().manual_seed(seed)
         with self.mixture.using(Routing(self.mode, KA_LAMBDA, generator=generator)):
-            return self.frozen(batch, rows)
+            return self.frozen[0](batch, rows)
 
-    def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
+    def answer(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """Return the answer for each draw of experts; in `sar`, train the router first."""
         if self.router is None:
-            return [self.answer(batch, rows) for _ in range(self.draws)]
+            return [self.answer_once(batch, rows) for _ in range(self.draws)]
         if self.learns:
             self._learn(self.router, batch, student)
         with self.mixture.using(Routing("sar")):
-            return [self.frozen(batch, rows)]
+            return [self.frozen[0](batch, rows)]
 
     def _learn(self, router: RouterStep, batch: Batch, student: TeacherOutput) -> None:
         rows, _ = next_token_targets(batch.input_ids, batch.counts)
@@ -93,7 +112,7 @@ class RoutedTeacher(Source):
             self.events.append(replace(event, reason=f"{named_rows(batch.rows)}: {event.reason}"))
 
     def _hidden(self, batch: Batch) -> Tensor:
-        with torch.autocast(self.frozen.device.type, enabled=False):
+        with torch.autocast(self.frozen[0].device.type, enabled=False):
             return hidden_states(self.model, batch.model_inputs()).flatten(0, 1)
 
     def _sums(self, batch: Batch, student: TeacherOutput) -> Tensor:

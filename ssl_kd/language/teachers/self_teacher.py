@@ -11,20 +11,23 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.memory import to_device_async
-from ssl_kd.language.losses.teacher_output import LinearTeacher, LogitsTeacher
+from ssl_kd.language.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
 from ssl_kd.language.models.causal import CausalLM, evaluating, positions
 from ssl_kd.language.models.frozen import answer_at, linear_head
+from ssl_kd.language.teachers.base import Rows, Teacher, TeacherContext
 from ssl_kd.language.text.blocks import (
     Batch,
     Blocks,
     Frame,
+    OwnPrompts,
     cut_to_fit,
     digest_of,
     in_rows,
@@ -34,20 +37,47 @@ from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.records import Example
 from ssl_kd.language.text.shares import Layout
 
-OwnPrompts: TypeAlias = list[tuple[int, Tensor]]  # a row's first target, teacher's ids before it
 _PLACES = re.compile(r"\{(prompt|privileged_context)\}")
 
 
-class SelfTeacher:
-    """Answer with the student's own model, which reads another prompt in each row of the data."""
+class SelfTeacher(Teacher):
+    """The student's own model, which reads another prompt in each row of the data."""
+
+    compares = "tokens"
 
     def __init__(self, student: Any, prompts: OwnPrompts) -> None:
         self.student, self.prompts = student, prompts
-        self._adapted = getattr(student, "disable_adapter", nullcontext)
-        with self._adapted():
-            self._linear = linear_head(student) is not None
 
-    def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+    @classmethod
+    def lay_out(cls, context: TeacherContext, texts: TextDataset, *, trains: bool) -> Rows:
+        """Lay out one record per row, with the teacher's prompts; the held-out text as always."""
+        if not trains:
+            return super().lay_out(context, texts, trains=trains)
+        settings = context.settings
+        size, template = settings.block_size, settings.teacher_prompt_template
+        return with_own_prompts(texts, context.student, size, template)
+
+    @classmethod
+    def open(cls, context: TeacherContext, rows: Rows) -> Self:
+        """Return the student as its own teacher, with the prompts of these rows."""
+        assert isinstance(rows, Blocks)  # lay_out
+        return cls(context.student.model, rows.own_prompts)
+
+    def describe(self) -> str:
+        """Return what the teacher is."""
+        return "the student itself, with the answer in view"
+
+    def begin(self) -> None:
+        """Find out whether the logits of the model without adapters are linear."""
+        self._adapted = getattr(self.student, "disable_adapter", nullcontext)
+        with self._adapted():
+            self._linear = linear_head(self.student) is not None
+
+    def answer(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
+        """Return the answer of the model to its own prompts."""
+        return [self.answer_once(batch, rows)]
+
+    def answer_once(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
         """Return the answer at the positions `rows` of the batch."""
         ids, (n, width) = batch.input_ids, batch.input_ids.shape
         chosen = [self.prompts[row] for row in batch.rows.tolist()]
@@ -64,7 +94,7 @@ class SelfTeacher:
 
 def with_own_prompts(
     texts: TextDataset, student: CausalLM, block_size: int, template: str
-) -> tuple[Blocks, OwnPrompts]:
+) -> Blocks:
     """Lay out one record per row, without those that do not fit, for a `SelfTeacher`."""
     frame, layout, turns = Frame.of(student.tokenizer), Layout(), Counter()
     room = positions(student.model) or sys.maxsize
@@ -84,7 +114,8 @@ def with_own_prompts(
     rows = [[i] for i in range(len(pieces))]
     blocks = in_rows(texts.name, pieces, rows, block_size, frame.end, layout, counts)
     columns = [blocks.ids, *(prompt for _, prompt in prompts)]
-    return replace(blocks, digest=digest_of(*(column.numpy() for column in columns))), prompts
+    digest = digest_of(*(column.numpy() for column in columns))
+    return replace(blocks, digest=digest, own_prompts=tuple(prompts))
 
 
 def _informed(example: Example, template: str) -> Example:

@@ -1,22 +1,28 @@
-"""Get the answers of a teacher from an HTTP server."""
+"""Use a teacher that runs on an HTTP server (TEACHER_URL)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
+from ssl_kd.core.runs.ranks import Ranks
 from ssl_kd.language.evaluate.tokens import TokenScores, TokenValues
-from ssl_kd.language.losses.teacher_output import TopKTeacher
+from ssl_kd.language.losses.teacher_output import TeacherOutput, TopKTeacher
 from ssl_kd.language.losses.token_distillation import next_token_targets
 from ssl_kd.language.models.causal import CausalLM, load_tokenizer, n_ids
 from ssl_kd.language.settings.groups import TeacherSettings
+from ssl_kd.language.teachers.base import Rows, Scores, Teacher, TeacherContext
 from ssl_kd.language.teachers.cache_methods import LOWEST, as_cached
 from ssl_kd.language.teachers.server import CompletionServer, PromptTopK
 from ssl_kd.language.text.blocks import Batch, Blocks
+
+if TYPE_CHECKING:
+    from ssl_kd.language.evaluate.judge import LanguageJudge
 
 CONCURRENT_PROMPTS = 16  # which the server batches
 ROUNDING = 1e-7  # of a sum of probabilities in float32
@@ -109,6 +115,46 @@ class ServedTeacher:
             values = TokenValues(-top_k.own, top_k.log_probs[:, 0].exp().clamp(max=1), correct)
             scores.add([values], places, batch.characters)
         return scores
+
+
+class Served(Teacher):
+    """A teacher on a server; the first of `ranks` has it scored."""
+
+    compares = "tokens"
+
+    def __init__(
+        self,
+        server: ServedTeacher,
+        lms: Sequence[CausalLM] = (),
+        *,
+        url: str = "",
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.server, self.lms, self._url, self._ranks = server, lms, url, ranks
+        self.prefetch = server.prefetch
+
+    @classmethod
+    def open(cls, context: TeacherContext, rows: Rows) -> Self:
+        """Return the teacher at TEACHER_URL, or raise ServerFailed if it does not respond."""
+        settings, (lm,) = context.settings, context.lms
+        device = context.precision.device
+        server = ServedTeacher.of(settings, settings.block_size, lm.tokenizer, device)
+        return cls(server, [lm], url=settings.teacher_url or "", ranks=context.ranks)
+
+    def describe(self) -> str:
+        """Return the name and the address of the teacher."""
+        return f"{self.lms[0].name}, served at {self._url}"
+
+    def score(self, judge: LanguageJudge) -> Scores:
+        """Score the teacher's predictions; it generates no texts."""
+        assert judge.teacher is not None and self._ranks is not None  # open
+        blocks = judge.teacher.blocks
+        scores = self._ranks.from_first(lambda: self.server.scores(blocks, judge.batch_size))
+        return [scores.table_row("teacher")], [""] * judge.generations
+
+    def answer(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
+        """Return the answer of the server."""
+        return [self.server(batch, rows)]
 
 
 def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor, list[int], int, int]]:

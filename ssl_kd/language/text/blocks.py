@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BATCH = 256  # documents tokenized at once
+OwnPrompts: TypeAlias = Sequence[tuple[int, Tensor]]
+"""For each row, the position of its first target, and the ids that the teacher reads before it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Blocks:
     by_student: Tensor | None = None  # bool [n], rows that the student continued before training
     tags: Tensor | None = None  # int64 [n], index of the tag of a row's documents
     shares: tuple[Share, ...] = ()  # of the documents that were left out, shortened or split
+    own_prompts: OwnPrompts = ()  # of each row, with TEACHER_MODEL self
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -96,6 +99,7 @@ class Blocks:
         """Return a slice of the rows, with the digest of all rows."""
         columns = ["ids", "counts", "documents", "row_characters"]
         columns += [n for n in ("by_student", "tags") if getattr(self, n) is not None]
+        columns += ["own_prompts"] if self.own_prompts else []
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def batch(

@@ -27,7 +27,6 @@ from ssl_kd.language.models.causal import (
 )
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.groups import ChatSettings
-from ssl_kd.language.text.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.language.text.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.language.text.dataset import TextDataset, open_text
 from ssl_kd.language.text.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
@@ -103,17 +102,12 @@ def lay_out(
     texts: TextDataset,
     student: CausalLM,
     teachers: Sequence[CausalLM] = (),
-    *,
-    aligned: bool = False,
-) -> Blocks | AlignedBlocks:
+) -> Blocks:
     """Tokenize text, with its images if there are any, and lay it out in rows of tokens.
 
     With `packing`, a row holds several documents if all models can mask attention between them.
-    With `aligned`, the text is tokenized for the student and the first teacher separately.
     """
     check_images_are_seen(texts, student, teachers)
-    if aligned and teachers:
-        return aligned_blocks(texts, student.tokenizer, teachers[0].tokenizer, block_size)
     if student.processor is not None:  # a document per row: none is cut within an image
         return make_picture_blocks(texts, student.processor, block_size)
     models = [lm.model for lm in (student, *teachers) if lm.model]

@@ -20,7 +20,7 @@ from ssl_kd.core.memory import is_out_of_memory
 from ssl_kd.core.runs.fault_bundle import Bundle, FlightRecorder
 from ssl_kd.core.runs.process_group import ProcessGroup
 from ssl_kd.language.models.finite import in_words, of_a_file, suspect_weights
-from ssl_kd.language.teachers.sources import named_rows
+from ssl_kd.language.teachers.base import named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.objective import Objective
@@ -37,11 +37,10 @@ def examine(
     """
     weights = {f"student weight {name}": p for name, p in objective.student.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
-    teachers = (objective.aligned or objective.source).models
     named = {name: p.detach() for name, p in weights.items()}
-    for name, teacher in teachers.items():
+    for name, teacher in objective.teacher.models.items():
         named |= suspect_weights(teacher, name)
-    with objective.source.fixed(), Microscope(named) as scope:
+    with objective.teacher.fixed(), Microscope(named) as scope:
         terms = objective.weighted(objective.terms(batch))
         suspects = [terms[part]] if part in terms else list(terms.values())
         fault = scope.fault(*suspects)
@@ -61,7 +60,7 @@ def trained(objective: Objective) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {
         f"student {n}": p for n, p in objective.student.named_parameters() if p.requires_grad
     }
-    return tensors | objective.source.trained()
+    return tensors | objective.teacher.trained()
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class _StudentLearner:
         with seeded(seed_of(settings.seed, step, *([rank] if rank else [])), gpus):  # of dropout
             if self.rollouts is None:
                 batches, values = self._batches(step), {}
-                if (prefetch := distiller.source.prefetch) is not None:
+                if (prefetch := distiller.teacher.prefetch) is not None:
                     following = self._batches(step + 1) if step + 1 < self.steps else []
                     prefetch([*batches, *following])
             else:

@@ -25,8 +25,7 @@ from ssl_kd.language.losses.token_distillation import distillation_terms, next_t
 from ssl_kd.language.models.causal import without_adapters
 from ssl_kd.language.models.frozen import hidden_states, linear_head
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.aligned import Aligned
-from ssl_kd.language.teachers.sources import Source
+from ssl_kd.language.teachers.base import Teacher
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.rows_left_out import FirstPass, SickRows, overwritten, without
@@ -38,9 +37,8 @@ class Objective:
     """The loss terms of a student: `ce`, cross-entropy with the text, and `kd`, with the teacher.
 
     The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`. Text that the student generated
-    itself has no `ce`. Trainable weights are cast to float32. `source` computes the teacher's
-    output for a batch; None means cross-entropy alone. `aligned` replaces it for a teacher with
-    another tokenizer; batches are then of type `AlignedBatch`.
+    itself has no `ce`. Trainable weights are cast to float32. Without a `teacher`, there is only
+    `ce`. A teacher that compares groups of tokens needs batches of type `AlignedBatch`.
     """
 
     def __init__(
@@ -48,13 +46,11 @@ class Objective:
         student: nn.Module,
         settings: LanguageSettings,
         precision: Precision,
-        source: Source | None = None,
-        aligned: Aligned | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.settings, self.precision = settings, precision
-        self.source = Source() if source is None else source
-        self.aligned = aligned
-        self.has_teacher = source is not None or aligned is not None
+        self.teacher = Teacher() if teacher is None else teacher
+        self.teacher.begin()
         self.student = student.to(precision.device).train()
         if (line := promote_to_fp32(student)) is not None:
             logger.info("%s", line)
@@ -63,7 +59,7 @@ class Objective:
         self._linear = linear_head(student) is not None
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         ce = settings.alpha_ce if settings.learns_text else 0.0
-        weights = {"ce": ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
+        weights = {"ce": ce, "kd": settings.alpha_kd if self.teacher.compares else 0.0}
         self.weights = {name: weight for name, weight in weights.items() if weight}
 
     @property
@@ -76,14 +72,11 @@ class Objective:
         return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
 
     def counts(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
-        """Return the number of target tokens per term; for aligned teachers, `kd` counts groups."""
+        """Return the number of target tokens per term; `kd` may count groups of tokens."""
         tokens = sum(int(student_side(batch).counts.sum()) for batch in batches)
         counts = {"ce": tokens}
-        if self.aligned is not None:
-            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
-            counts["kd"] = sum(len(batch.groups()) for batch in aligned)
-        elif self.has_teacher:
-            counts["kd"] = tokens
+        if self.teacher.compares:
+            counts["kd"] = sum(map(self.teacher.count, batches))
         return counts
 
     def terms(
@@ -100,8 +93,8 @@ class Objective:
             outputs = self._forward(text)
             rows, targets = next_token_targets(text.input_ids, text.counts)
             teachers: Sequence[TeacherOutput] = ()
-            if self.has_teacher and self.aligned is None:
-                teachers = self.source(text, rows, outputs.at(rows).as_teacher())
+            if self.teacher.compares == "tokens":
+                teachers = self.teacher.answer(text, rows, outputs.at(rows).as_teacher())
             if first is not None:
                 first.answers = teachers
             return self._terms_of(batch, (rows, targets), outputs, teachers)
@@ -161,10 +154,11 @@ class Objective:
             "legacy_clamp": self.clamp,
             "wait": False,
         }
-        if isinstance(batch, AlignedBatch) and self.aligned is not None:
+        if self.teacher.compares == "groups":
+            assert isinstance(batch, AlignedBatch)  # the teacher has laid them out
             ce = distillation_terms(student.x, *weight_and_bias, targets, **options)[0]
             healthy = without(batch, sick["kd"]) if sick else batch
-            kd = self.aligned(healthy, outputs.all_logits)
+            kd = self.teacher.distance(healthy, outputs.all_logits)
             return {"ce": ce, "kd": kd.float()}
         sums = []
         parts = self._parts(text, len(targets), sick)
@@ -179,14 +173,14 @@ class Objective:
                     part_targets if has_target else None,
                     answers if divergence else (),
                     divergence=divergence or self.settings.kind_of_divergence,
-                    teacher_weights=self.source.weights if divergence else None,
+                    teacher_weights=self.teacher.weights if divergence else None,
                     **options,
                 )
             )
         ce, kd = sums[0]
         if len(sums) > 1:
             ce, kd = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
-        return {"ce": ce, "kd": kd} if self.has_teacher else {"ce": ce}
+        return {"ce": ce, "kd": kd} if self.teacher.compares else {"ce": ce}
 
     def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, str | None]]:
         """Divide `n` positions into parts of (positions or None for all, is `ce` used, divergence).
@@ -217,7 +211,7 @@ class Objective:
     ) -> list[tuple[Any, bool, str | None, slice]]:
         """Divide parts by the teacher of their rows, and add which answers belong to each."""
         whole = [(*part, slice(None)) for part in parts]
-        owners = self.source.owners(text)
+        owners = self.teacher.owners(text)
         if owners is None or not n:
             return whole
         divided, device = [], self.precision.device

@@ -16,7 +16,7 @@ from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.prepare import Prepared, make_distiller, prepare
 from ssl_kd.language.rollouts import rollout_batches
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.teachers.sources import named_rows
+from ssl_kd.language.teachers.base import named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.fault_explainer import examine, trained

@@ -14,7 +14,7 @@ from firstnan.events import Event
 from ssl_kd.core.memory import to_device_async
 from ssl_kd.core.runs.process_group import ProcessGroup
 from ssl_kd.language.losses.teacher_output import TeacherOutput
-from ssl_kd.language.teachers.sources import named_rows
+from ssl_kd.language.teachers.base import named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 

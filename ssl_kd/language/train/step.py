@@ -28,8 +28,7 @@ from ssl_kd.language.models.dtypes import bitsandbytes
 from ssl_kd.language.models.finite import in_words
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.groups import TrainingSettings
-from ssl_kd.language.teachers.aligned import Aligned
-from ssl_kd.language.teachers.sources import Source, named_rows
+from ssl_kd.language.teachers.base import Teacher, named_rows
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.fault_explainer import FaultExplainer, examine
@@ -196,12 +195,11 @@ class Distiller(Objective):
         student: nn.Module,
         settings: LanguageSettings,
         precision: Precision,
-        source: Source | None = None,
+        teacher: Teacher | None = None,
         events: Any = None,
-        aligned: Aligned | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        super().__init__(student, settings, precision, source, aligned)
+        super().__init__(student, settings, precision, teacher)
         device = precision.device
         self.ranks = ProcessGroup(device)
         self.distributed = DistributedStudent(student, self.ranks)
@@ -246,12 +244,12 @@ class Distiller(Objective):
         if self._is_stale:
             self.guard.discard()
             set_rng_state(rng, self.precision.device)
-            with self.source.fixed():
+            with self.teacher.fixed():
                 sums = self._accumulate(batches, again=True)
         self.tokens += tokens
-        if events := self.source.take_events():
+        if events := self.teacher.take_events():
             self.guard.events.extend([replace(e, step=self.guard.step_number) for e in events])
-        router = self.source.values()
+        router = self.teacher.values()
         # Copied while the guard waits for the device anyway.
         copied = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
         explain = partial(self.explainer.explain, batches, rng)
@@ -372,7 +370,7 @@ class Distiller(Objective):
             "success": self.success.state(),
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.explainer.explained),
-            "router": self.source.state(),
+            "router": self.teacher.state(),
         }
 
     @torch.no_grad()
@@ -389,4 +387,4 @@ class Distiller(Objective):
         self.learned |= state["learned"]
         self.success = Success(**state.get("success", {}))
         self.recent = [StudentStep(**row) for row in state["recent"]]
-        self.source.load(state["router"])
+        self.teacher.load(state["router"])

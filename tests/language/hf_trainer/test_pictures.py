@@ -13,7 +13,7 @@ from ssl_kd.hf_trainer import DistillationTrainer  # noqa: E402
 from ssl_kd.language.losses.teacher_output import LinearTeacher  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.models.student import freeze_tower  # noqa: E402
-from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.teachers.live import Live  # noqa: E402
 from ssl_kd.language.text.dataset import open_text  # noqa: E402
 from ssl_kd.language.text.picture_blocks import make_picture_blocks  # noqa: E402
 from ssl_kd.language.train.objective import Objective  # noqa: E402
@@ -101,7 +101,7 @@ def test_the_losses_of_a_processors_batch_are_those_of_our_rows(data, tmp_path, 
         data, tmp_path, teacher.answer, side, eval_dataset=SAMPLES, max_steps=1, learning_rate=0.0
     )
     objective = Objective(
-        data.model(), tiny.settings(temperature=1.0), tiny.precision, Plain(teacher)
+        data.model(), tiny.settings(temperature=1.0), tiny.precision, Live(teacher)
     )
     batch = data.blocks.batch(range(ROWS))
     with torch.no_grad():

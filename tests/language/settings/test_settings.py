@@ -195,7 +195,7 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
         ({"legacy_clamp": "5", "align": "chunks"}, "set ALIGN to 'auto', because"),
         (
             {"legacy_clamp": "5", "teacher_cache": "c"},
-            "set TEACHER_CACHE or LEGACY_CLAMP to None",
+            "LEGACY_CLAMP is '5', which needs a live teacher: set TEACHER_CACHE to None.",
         ),
         ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
         ({"quantization": "nf4", "teacher_model": "none"}, "name a TEACHER_MODEL, or a STUDENT"),

@@ -19,7 +19,7 @@ from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.teachers.live import Live  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
@@ -35,7 +35,7 @@ def params(distiller):
 
 
 def taught(tiny, teachers, weights, **changes):
-    source = Plain(*teachers, names=["A", "B"], weights=weights)
+    source = Live(*teachers, names=["A", "B"], weights=weights)
     return tiny.distiller(source=source, **changes)
 
 

@@ -151,7 +151,7 @@ def test_a_step_is_asked_about_while_the_one_before_is_learned_from(served, serv
     ahead, step = [], Distiller.step
 
     def record(self, batches, rate):
-        ahead.append({tuple(ids) for ids in self.source.answers[0]._prefetched})
+        ahead.append({tuple(ids) for ids in self.teacher.server._prefetched})
         return step(self, batches, rate)
 
     monkeypatch.setattr(Distiller, "step", record)

@@ -13,7 +13,8 @@ from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.models.mixture import Routing  # noqa: E402
 from ssl_kd.language.teachers.aligned import Aligned  # noqa: E402
-from ssl_kd.language.teachers.routed import RoutedTeacher  # noqa: E402
+from ssl_kd.language.teachers.live import Live  # noqa: E402
+from ssl_kd.language.teachers.routed import Routed  # noqa: E402
 from ssl_kd.language.text.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language.train.step import Distiller  # noqa: E402
 from tests.bits import changed, same  # noqa: E402
@@ -30,7 +31,7 @@ def routed(tiny, mode, precision=None, **changes) -> Any:
     frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3), dtype=precision.teacher)
     checkpointing = settings.gradient_checkpointing
     how = {"scale_loss": precision.scale, "gradient_checkpointing": checkpointing}
-    source = RoutedTeacher(frozen, settings, **how)
+    source = Routed(frozen, settings, **how)
     return Distiller(tiny.model(seed=1), settings, precision, source)
 
 
@@ -45,10 +46,14 @@ def go(distiller, blocks, steps, rate=1e-2, size=4):
 
 def on_batch(distiller, batch, teacher_mode, temperature, student=None):
     """Mean KL(q || p) of a batch by definition, and the teacher's own cross-entropy."""
-    source, student = distiller.source, student or distiller.student
+    source, student = distiller.teacher, student or distiller.student
     rows, targets = next_token_targets(batch.input_ids, batch.counts)
     with torch.no_grad(), source.mixture.using(Routing(teacher_mode)):
-        p = source.frozen.model(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
+        p = (
+            source.frozen[0]
+            .model(**batch.model_inputs(), use_cache=False)
+            .logits.flatten(0, 1)[rows]
+        )
         q = student(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
     log_p, log_q = (x.double().div(temperature).log_softmax(-1) for x in (p, q))
     kl = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
@@ -77,12 +82,12 @@ def test_every_router_mode_trains_the_student_and_only_sar_the_router(
     blocks = tiny.blocks()
     precision = tiny.half() if half else None
     distiller = routed(tiny, precision=precision, alpha_ce=0.0, alpha_kd=1.0, **changes)
-    before = weights(distiller.source.frozen.model)
+    before = weights(distiller.teacher.frozen[0].model)
     results = go(distiller, blocks, [*range(5), 0])
     assert all(r.updated and math.isfinite(r.kd) for r in results)
     assert results[-1].kd < 0.98 * results[0].kd  # the same batch and draw of experts
-    moved = changed(before, weights(distiller.source.frozen.model))
-    routers = set(distiller.source.mixture.router_parameters())
+    moved = changed(before, weights(distiller.teacher.frozen[0].model))
+    routers = set(distiller.teacher.mixture.router_parameters())
     assert moved == (routers if changes["mode"] == "sar" else set()) and len(routers) == 2
     learns = {"router", "router_drift", "router_entropy", "teacher_ce"}
     assert set(results[-1].router) == (learns if changes["mode"] == "sar" else set())
@@ -105,11 +110,11 @@ def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_pat
     distiller = routed(tiny, "sar")
     go(distiller, blocks, range(3))
     file = tmp_path / "router.safetensors"
-    distiller.source.mixture.save_router(file)
+    distiller.teacher.mixture.save_router(file)
     again = routed(tiny, "all", router_weights=str(file))
     assert same(
-        dict(distiller.source.mixture.router_parameters()),
-        dict(again.source.mixture.router_parameters()),
+        dict(distiller.teacher.mixture.router_parameters()),
+        dict(again.teacher.mixture.router_parameters()),
     )
     batch = blocks.batch(range(4))
     student = distiller.student
@@ -122,7 +127,7 @@ def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_pat
 def test_the_router_learns_from_each_batch_of_a_step(tiny):
     distiller, blocks = routed(tiny, "sar"), tiny.blocks()
     result = distiller.step([blocks.batch([0, 1]), blocks.batch([2, 3])], 1e-3)
-    assert result.updated and int(distiller.source.router.guard.updates) == 2
+    assert result.updated and int(distiller.teacher.router.guard.updates) == 2
 
 
 # --- foreign tokenizers ---------------------------------------------------------------------------
@@ -135,14 +140,12 @@ def aligned(tiny, how, precision=None, student=None, kind="Llama", **changes) ->
     wide = {"hidden_size": 48, "num_key_value_heads": 4} if kind == "Llama" else {}
     theirs = tiny.model(kind, seed=2, tokenizer=tiny.other_tokenizer, spread=0.3, **wide)
     frozen = FrozenTeacher(theirs, dtype=precision.teacher)
-    answer = frozen
-    if kind == "Mixtral":
-        answer = RoutedTeacher(frozen, settings).answer
+    teacher = Routed(frozen, settings) if kind == "Mixtral" else Live(frozen)
     kind = settings.kind_of_divergence
-    source = Aligned(answer, settings, divergence=kind, draws=settings.draws)
+    source = Aligned(teacher, settings, divergence=kind, draws=settings.draws)
     student = student or tiny.model(seed=1)
     blocks = aligned_blocks(tiny.texts(24), tiny.tokenizer, tiny.other_tokenizer, 64)
-    return Distiller(student, settings, precision, aligned=source), blocks
+    return Distiller(student, settings, precision, source), blocks
 
 
 each = pytest.mark.parametrize("how", ["uld", "chunks"])
@@ -156,7 +159,7 @@ def test_every_alignment_is_learned_from(tiny, how, half):
     assert all(r.updated for r in results)
     assert results[-1].kd < 0.9 * results[0].kd and results[-1].loss < 0.9 * results[0].loss
     assert len(distiller.guard.events) == 0
-    assert all(p.grad is None for p in distiller.aligned.models["teacher"].parameters())
+    assert all(p.grad is None for p in distiller.teacher.models["teacher"].parameters())
 
 
 @each
@@ -197,7 +200,7 @@ def test_a_nan_from_an_aligned_teacher_leaves_cross_entropy_alone(tiny, how, kin
     students = [tiny.model(kind, seed=1, head_dim=8) for _ in range(2)]
     sick, blocks = aligned(tiny, how, student=students[0])
     alone = Distiller(students[1], sick.settings, tiny.precision)
-    norm = sick.aligned.models["teacher"].model.norm.weight
+    norm = sick.teacher.models["teacher"].model.norm.weight
     norm.data.fill_(math.nan)
     for step in range(2):
         batch = [blocks.batch(range(4 * step, 4 * step + 4))]

@@ -34,7 +34,7 @@ def tagged(settings, models, tiny, tmp_path):
 def test_a_row_is_learned_from_the_teacher_of_its_tag(tagged, changes):
     task = prepared(tagged(temperature=1.0, alpha_ce=0.5, **changes))
     distiller, blocks = make_distiller(task), task.student_blocks
-    teachers, rows = (task.frozen, task.others[0][1]), torch.arange(6)
+    teachers, rows = task.teacher.frozen, torch.arange(6)
     (batch,), tags = [blocks.batch(rows)], blocks.tags
     if changes:
         written = rollout_batches(distiller, blocks, task.student.tokenizer)
@@ -51,7 +51,7 @@ def test_a_row_is_learned_from_the_teacher_of_its_tag(tagged, changes):
     assert {*owners} == {0, 1}
     assert float(distiller.terms(batch)["kd"]) == pytest.approx(expected, rel=1e-5)
     alone = blocks.batch((tags == 1).nonzero().flatten()[:2])
-    vars(distiller.source)["answers"] = (None, teachers[1])  # the first is not run
+    vars(distiller.teacher)["answers"] = (None, teachers[1])  # the first is not run
     assert distiller.terms(alone)["kd"] > 0
 
 
@@ -65,7 +65,7 @@ def test_a_held_out_row_is_compared_with_the_teacher_of_its_tag(tagged, form, mo
     held_out.write_text("".join(lines[:20]))
     own = {"on_policy": 1.0, "rollout_temperature": 0.0, "batch_size": 3}
     task = prepared(tagged(**own, packing=False, eval_path=str(held_out)))
-    models = (task.student.model, task.frozen.model, task.others[0][1].model)
+    models = (task.student.model, task.teacher.frozen[0].model, task.teacher.frozen[1].model)
     for blocks in (task.eval_blocks, task.validation_blocks):
         expected, likelihoods = [], []
         for tag, ids, counts in zip(blocks.tags, blocks.ids, blocks.counts, strict=True):
@@ -95,12 +95,12 @@ def test_a_sick_teacher_is_cut_out_of_its_rows_only_and_named(tagged):
     task = prepared(tagged())
     distiller, tags = make_distiller(task), task.student_blocks.tags[:6].tolist()
     with torch.no_grad():
-        task.others[0][0].model.model.layers[0].mlp.up_proj.weight[3, 2] = math.nan
+        task.teacher.lms[1].model.model.layers[0].mlp.up_proj.weight[3, 2] = math.nan
     assert distiller.step([task.student_blocks.batch(range(6))], 1e-3).learned("kd")
     reasons = {e.action: e.reason for e in distiller.guard.events.events}
     sick = [row for row in range(6) if tags[row] == 1]
     assert reasons["rows left out"] == f"not finite in rows {str(sick)[1:-1]}"
-    assert f"teacher {task.others[0][0].name} weight" in reasons["explained"]
+    assert f"teacher {task.teacher.lms[1].name} weight" in reasons["explained"]
 
 
 def test_a_tagged_run_resumes_with_the_same_bits(tagged):

@@ -9,7 +9,8 @@ from ssl_kd.core.precision import DeviceInfo, Precision
 from ssl_kd.language.models.causal import CausalLM
 from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.teachers.cache import TeacherFingerprint, cache_identity, write
-from ssl_kd.language.teachers.sources import Plain
+from ssl_kd.language.teachers.cached import Cached
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.train.loop import _StudentLearner
 from ssl_kd.language.train.step import Distiller
 from ssl_kd.losses import linear_distillation
@@ -30,7 +31,7 @@ def _step(tiny, batches, with_teacher=True, cache=None, **changes):
             teacher, student = tiny.model(), tiny.model(seed=1)
         precision = Precision.for_device(GPU, True)
         frozen = FrozenTeacher(teacher, device="cuda", dtype=precision.teacher)
-        source = Plain(cache or frozen) if with_teacher else None
+        source = (Cached(cache) if cache else Live(frozen)) if with_teacher else None
         distiller = Distiller(student, settings, precision, source)
         loop = _StudentLearner(distiller, blocks, 100, lambda step, result: None, None)
         for step in range(2):

@@ -151,7 +151,7 @@ def test_a_router_that_learns_is_recorded_and_learns_nothing_from_a_replay(
     recorded, models, strike
 ):
     def spoil(distiller):
-        name, weight = next(iter(distiller.source.mixture.router_parameters().items()))
+        name, weight = next(iter(distiller.teacher.mixture.router_parameters().items()))
         gates.append(name)
         weight.data[1, 2] = math.nan
 

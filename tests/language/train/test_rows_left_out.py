@@ -13,7 +13,7 @@ from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.losses.teacher_output import LogitsTeacher, TopKTeacher  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.teachers.sources import Plain  # noqa: E402
+from ssl_kd.language.teachers.live import Live  # noqa: E402
 from ssl_kd.language.train.rows_left_out import overwritten, without  # noqa: E402
 from ssl_kd.language.train.step import Distiller  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -89,7 +89,7 @@ def marked(number, token=63):
 
 def run(source=None, steps=2, rows=None, batch_size=ROWS, **options):
     rows = make_rows(ROWS) if rows is None else rows
-    source = None if source is None else Plain(source)
+    source = None if source is None else Live(source)
     return taught(steps=steps, rows=rows, source=source, batch_size=batch_size, **options)
 
 
@@ -141,7 +141,7 @@ def test_a_row_that_the_teacher_cannot_judge_loses_its_divergence_alone(kind):
 
     # By hand, with a teacher that is well, from the weights that both began with.
     settings = LanguageSettings(**{**FAST, "batch_size": ROWS, "block_size": BLOCK})
-    distiller = Distiller(make_model(seed=1), settings, CPU, Plain(SickAnswer((), kind=kind)))
+    distiller = Distiller(make_model(seed=1), settings, CPU, Live(SickAnswer((), kind=kind)))
     batch = make_rows(ROWS).batch([*range(ROWS)])
     out = torch.arange(ROWS) == bad
     n = batch.counts.sum()

@@ -259,7 +259,7 @@ def test_a_distiller_that_takes_over_a_state_goes_on_to_the_bit(tiny, teacher, k
     def go(distiller, steps):
         for step in steps:
             torch.manual_seed(step)
-            distiller.source.answers[0].sick = step == 3
+            distiller.teacher.answers[0].sick = step == 3
             distiller.step([blocks.batch(range(4 * step, 4 * step + 4))], 1e-2)
 
     whole, first, second = make(), make(), make()
