@@ -34,7 +34,7 @@ def test_the_error_is_that_of_tokens(rows):
     assert all(b["low"] <= b["confidence"] <= b["high"] for b in found["bins"])
 
 
-def test_a_confidence_that_is_what_it_says_has_no_error():
+def test_a_calibrated_confidence_has_no_error():
     confidence = np.repeat([0.55, 0.95], 100)
     right = np.r_[np.arange(100) < 55, np.arange(100) < 95]
     found = calibration(confidence, right)

@@ -33,7 +33,7 @@ print(held, resident() - before)
 """
 
 
-def test_what_is_not_needed_is_given_back(tmp_path):
+def test_unused_memory_is_returned(tmp_path):
     path = [str(Path(__file__).parents[2])]
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path += {path}\n{RESIDENT}{FREED}"],
@@ -47,9 +47,7 @@ def test_what_is_not_needed_is_given_back(tmp_path):
     assert held > 100 > 50 > left, "MiB before and after"
 
 
-def test_cached_memory_is_freed_after_every_step_and_the_log_says_what_else_helps(
-    monkeypatch, caplog
-):
+def test_cached_memory_is_freed_after_each_step_with_a_hint(monkeypatch, caplog):
     caplog.set_level("INFO", "ssl_kd")
     calls = []
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: calls.append("cuda"))

@@ -59,9 +59,7 @@ def write(tmp_path, text):
         ("share", 1.0, "at least 0, below 1 (or None)"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_name_value_and_what_is_allowed(
-    name, value, allowed
-):
+def test_an_invalid_value_is_refused_with_name_value_and_range(name, value, allowed):
     with pytest.raises(SettingsError) as error:
         Oven(**{name: value})
     assert str(error.value).startswith(f"{name.upper()} is {value!r}, but must be ")
@@ -124,7 +122,7 @@ def test_a_fault_in_the_file_is_named_with_its_line(tmp_path, text, message):
     assert message in str(error.value)
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path):
+def test_undecodable_bytes_are_named(tmp_path):
     path = tmp_path / "config.py"
     path.write_bytes(b"\xff\xffH")
     with pytest.raises(SettingsError, match="this is not valid Python"):
@@ -173,7 +171,7 @@ def test_words_of_the_command_line():
     | st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip),
     share=st.none() | st.floats(0, 1, exclude_max=True),
 )
-def test_what_is_allowed_survives_json_and_back(heat, minutes, fan, note, share):
+def test_valid_settings_survive_a_json_round_trip(heat, minutes, fan, note, share):
     oven = Oven(heat=heat, minutes=minutes, fan=fan, note=note, share=share)
     assert Oven.from_dict(json.loads(json.dumps(oven.to_dict()))) == oven
     assert set(oven.to_dict()) == {"HEAT", "MINUTES", "FAN", "DISH", "NOTE", "SHARE"}
@@ -203,7 +201,7 @@ def test_two_names_of_one_setting_are_refused_by_both_names(tmp_path):
         Kiln.from_dict({"heat": 180, "DEGREES": 180})
 
 
-def test_a_settings_file_of_the_defaults_says_what_each_may_be_and_is_read_back(tmp_path):
+def test_a_settings_file_of_the_defaults_documents_its_values_and_is_read_back(tmp_path):
     @dataclasses.dataclass(frozen=True)
     class Grill(Oven):
         file_heading = "Grill."
@@ -227,7 +225,7 @@ def test_a_settings_file_of_the_defaults_says_what_each_may_be_and_is_read_back(
         ("distill", "scripts/config.py", LanguageSettings),
     ],
 )
-def test_the_committed_settings_files_are_what_the_declarations_say(command, file, cls, capsys):
+def test_the_committed_settings_files_match_the_declarations(command, file, cls, capsys):
     assert cli.main(["config", command]) == 0
     path = Path(__file__).parents[2] / file
     text = capsys.readouterr().out

@@ -24,7 +24,7 @@ NAMES = NAMES.filter(lambda name: "\0" not in name)
 @example("'-1")
 @example("-1\n")
 @example("＝1+1")
-def test_a_cell_is_no_formula_and_gives_the_name_back(name):
+def test_formulas_are_escaped_in_cells_and_names_restored(name):
     cell = to_cell(name)
     assert from_cell(cell) == name
     assert (

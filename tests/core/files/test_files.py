@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_writes_what_was_given(tmp_path):
+def test_written_bytes_are_read_back(tmp_path):
     atomic_write_bytes(tmp_path / "new" / "b", b"\x00\xff")
     atomic_write_text(tmp_path / "t", "größer\n")
     atomic_write_json(tmp_path / "j", {"a": [1, None]})
@@ -125,7 +125,7 @@ def test_code_in_a_pickle_is_refused(tmp_path, form, mmap):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pages_of_a_mapped_file_are_given_back_and_no_others(tmp_path):
+def test_only_pages_of_a_mapped_file_are_released(tmp_path):
     def resident() -> int:
         text = Path("/proc/self/status").read_text()
         return 1024 * int(re.search(r"RssFile:\s+(\d+)", text)[1])  # pyright: ignore
@@ -154,7 +154,7 @@ atomic_write(sys.argv[1], lambda file: (file.write(b"half"), file.flush(), print
 """
 
 
-def test_what_a_killed_writer_left_is_removed_and_a_living_one_s_stays(tmp_path):
+def test_temporary_files_of_killed_writers_are_removed(tmp_path):
     path = tmp_path / "[a]*.pt"  # as a pattern it would fit others, too
     words = [sys.executable, "-c", KILLED, str(path)]
     writer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -176,7 +176,7 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_s_stays(tmp_path)
     files.remove_orphans(tmp_path / "nowhere" / "x")
 
 
-def test_a_temporary_file_that_is_taken_for_an_orphan_is_made_again(tmp_path, monkeypatch):
+def test_a_temporary_file_removed_as_an_orphan_is_recreated(tmp_path, monkeypatch):
     real, removed = files.fcntl.flock, []
 
     def late(file, how):  # somebody cleans up between the file's creation and its lock

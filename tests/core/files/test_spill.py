@@ -100,7 +100,7 @@ def test_memory_does_not_grow_with_the_text(tiny, tmp_path, monkeypatch):
     assert large - small < 4 * (many - few)  # bytes a token, where memory would hold 20 and more
 
 
-def test_a_full_disk_says_what_to_do(little, monkeypatch):
+def test_a_full_disk_names_the_way_out(little, monkeypatch):
     class Full(io.BytesIO):
         def __init__(self, **_):
             super().__init__()

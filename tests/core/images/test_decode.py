@@ -153,7 +153,7 @@ def test_the_memory_of_decoding_is_limited(tmp_path, monkeypatch, format):
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK", "I", "F"])
-def test_every_kind_is_turned_as_its_file_says(tmp_path, mode):
+def test_every_format_is_rotated_by_its_exif(tmp_path, mode):
     exif = Image.Exif()
     exif[0x112] = 6
     path = tmp_path / {"CMYK": "x.jpg", "I": "x.tiff", "F": "x.tiff"}.get(mode, "x.png")

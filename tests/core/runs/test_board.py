@@ -78,7 +78,7 @@ def curves(path):
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_a_resumed_run_hides_what_its_checkpoint_does_not_hold(tmp_path):
+def test_a_resumed_run_hides_records_after_its_checkpoint(tmp_path):
     with Board(tmp_path, {"tensorboard"}) as board:
         for step in (10, 20, 30, 40):
             board.log(step, {"ce": step})

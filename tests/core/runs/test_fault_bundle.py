@@ -30,7 +30,7 @@ def bundle(part="head 3", step=7, **changes):
     return replace(given, **changes)
 
 
-def test_what_goes_in_comes_out(tmp_path):
+def test_a_bundle_round_trips(tmp_path):
     given = bundle()
     given.tensors["weights"][1, 1] = float("nan")
     save_bundle(tmp_path / "b.safetensors", given)
@@ -57,7 +57,7 @@ def test_a_row_of_a_large_matrix_does_not_bring_the_matrix_along(tmp_path):
     assert (tmp_path / "b.safetensors").stat().st_size < 50_000
 
 
-def test_over_the_limit_the_batch_goes_first_and_the_bundle_says_so(tmp_path):
+def test_a_bundle_over_the_limit_drops_its_batch_first(tmp_path):
     mib = 2**18  # float32 numbers
     given = bundle(tensors={"weights": torch.zeros(2 * mib), "views": torch.zeros(mib)})
     save_bundle(tmp_path / "b.safetensors", given, limit_mib=2.5)

@@ -137,7 +137,7 @@ def test_a_run_of_a_version_with_other_settings_is_not_resumed(settings, change)
         RunFolder.open(settings(resume=True))
 
 
-def test_config_records_what_the_numbers_depend_on(settings, monkeypatch):
+def test_config_records_versions_and_settings(settings, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py", "--seed", "3"])
     with RunFolder.open(settings(seed=3)) as folder:
         folder.write_config(settings(seed=3), precision="cpu: float32")

@@ -76,7 +76,7 @@ def test_a_checkpoint_that_fails_is_an_error_or_at_the_end_a_warning(caplog):
 
 
 @pytest.mark.parametrize("result", [None, {}, [1]])
-def test_what_is_saved_at_once_is_not_waited_for(result):
+def test_synchronous_saves_are_not_waited_for(result):
     loop = {"log_every": 1, "checkpoint_every": 2, "on_log": lambda row: None}
     loop |= {"on_checkpoint": lambda done: result, "should_stop": lambda: False}
     assert run_loop(Learner(5), **loop) == 5

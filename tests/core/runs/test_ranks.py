@@ -73,7 +73,7 @@ def fail(rank, who):
         return type(error), str(error), error.exit_code
 
 
-def test_all_end_with_the_first_and_its_reason():
+def test_all_ranks_end_with_the_first_and_its_reason():
     first, *others = run_joined(fail, 3, 0)
     assert first[0] is InputError and "more of it" in first[1]
     for rank, other in enumerate(others, 1):
@@ -84,7 +84,7 @@ def test_all_end_with_the_first_and_its_reason():
         )
 
 
-def test_all_end_with_another_than_the_first():
+def test_all_ranks_end_with_a_failing_rank():
     first, second, third = run_joined(fail, 3, 1)
     assert second == (InputError, "no such thing\nmore of it", BAD_INPUT)
     assert third[1] == "rank 2 of 3 stopped with rank 1: no such thing"
