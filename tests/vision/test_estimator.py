@@ -158,7 +158,7 @@ class Dropped(torch.nn.Sequential):
 
 @row(162)
 @pytest.mark.parametrize("head", [None, f"{__name__}.Dropped"])
-def test_another_thread_draws_what_it_draws_without_a_fit(blobs, head):
+def test_a_fit_leaves_random_numbers_of_other_threads_alone(blobs, head):
     def drawn(n: int | None, stop: threading.Event) -> list[Any]:
         values: list[Any] = []
         while n is None and not stop.is_set() or n is not None and len(values) < n:
@@ -372,7 +372,7 @@ def test_a_flipped_byte_of_the_weights_is_refused_by_both_digests(load, fitted, 
     load.from_pretrained(tmp_path)  # without a digest nothing is compared
 
 
-def test_a_folder_without_a_model_says_what_is_missing_and_a_file_is_no_folder(fitted, tmp_path):
+def test_a_folder_without_a_model_names_the_missing_file(fitted, tmp_path):
     (tmp_path / "f").write_text("mine")
     with pytest.raises(ValueError, match="f is a file; expected a folder"):
         fitted.save_pretrained(tmp_path / "f")
@@ -423,7 +423,7 @@ def test_parameters_that_are_refused_when_fitted(parameters, message, blobs):
         clusterer.fit(blobs[0])
 
 
-def test_not_fitted_says_so(blobs, tmp_path):
+def test_an_unfitted_estimator_is_refused(blobs, tmp_path):
     with pytest.raises(NotFittedError):
         small().predict(blobs[0])
     with pytest.raises(NotFittedError):

@@ -134,7 +134,7 @@ def test_no_cluster_is_offered_where_nothing_is_new(settings, tmp_path, classes)
     assert max(joined(path)[0]) < 3 and ClusterModel.from_pretrained(path).offers is None
 
 
-def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
+def test_copies_of_one_sample_are_not_a_cluster(settings, tmp_path):
     x, labels = blobs(range(3), 30, 1)
     x[:20], labels[:20] = 3 * CENTRES[3] + 1, 3  # far out, twenty times the same
     np.savez(tmp_path / "new.npz", features=x, labels=labels)
@@ -144,7 +144,7 @@ def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
 
 
 @fault(176)
-def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, settings, tmp_path):
+def test_decisions_about_a_run_hold_in_its_extension(parent, settings, tmp_path):
     assert DECIDED == curation.FILE
     decided = shutil.copytree(parent, tmp_path / "decided")
     people = Curation.open(decided)
@@ -271,7 +271,7 @@ def test_samples_and_teachers_that_do_not_fit_are_refused(parent, settings, tmp_
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_head_of_a_file_is_imported_unasked(parent, settings, tmp_path):
+def test_a_head_named_in_a_file_is_not_imported(parent, settings, tmp_path):
     own = changed(
         parent, tmp_path, "config.json", lambda c: c["settings"].update(HEAD="evil.module.Head")
     )
@@ -296,9 +296,7 @@ def test_the_command(parent, tmp_path, capsys):
     assert "N_CLUSTERS is 7, expected 3 as in" in capsys.readouterr().err
 
 
-def test_a_place_that_is_taken_is_refused_first_and_one_that_a_kill_left_is_not(
-    parent, settings, tmp_path
-):
+def test_an_occupied_folder_is_refused_unless_a_kill_left_it(parent, settings, tmp_path):
     asked = settings(save(tmp_path, "new.npz", range(4), 40, 1), run_name="more")
     place = tmp_path / "runs" / "more"
     place.parent.mkdir(exist_ok=True)
@@ -350,7 +348,7 @@ def test_killed_anywhere_nothing_half_is_seen_and_the_same_command_finishes(
 # --- The test itself ----------------------------------------------------------------------------
 
 
-def test_false_alarms_are_as_rare_as_the_test_says():
+def test_false_alarms_are_as_rare_as_the_level_of_the_test():
     alarms = 0
     for seed in range(60):
         g = torch.Generator().manual_seed(seed)
@@ -361,7 +359,7 @@ def test_false_alarms_are_as_rare_as_the_test_says():
     assert alarms <= 1  # expected: less than one
 
 
-def test_the_more_numerous_group_comes_first_and_small_ones_are_not_offered():
+def test_new_groups_are_sorted_by_size_and_small_ones_omitted():
     g = torch.Generator().manual_seed(0)
     old = torch.randn(400, 5, generator=g)
     far = [30 * torch.eye(5)[i] + torch.randn(n, 5, generator=g) for i, n in enumerate([30, 60, 4])]

@@ -123,7 +123,7 @@ def test_nothing_is_written_outside_the_folder(tmp_path):
 # --- interruptions --------------------------------------------------------------------------------
 
 
-def test_an_interrupted_extraction_goes_on_at_the_last_shard(tmp_path):
+def test_an_interrupted_extraction_continues_at_the_last_shard(tmp_path):
     data = arrays(40)
     whole = run(data, Sums(), tmp_path / "whole", shard_rows=10).tensor()
 
@@ -158,7 +158,7 @@ def album(root, folders=("2023", "2024", "misc"), each=4):
 @fault(171)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("force", [False, True])
-def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path, first, force):
+def test_an_extraction_continues_under_other_labels(tmp_path, first, force):
     root, cache = album(tmp_path / "album"), tmp_path / "cache"
 
     def data(labeled):
@@ -241,7 +241,7 @@ def test_folders_of_any_name_are_classes_on_request_alone(tmp_path, folders, cla
         MemoryError(),
     ],
 )
-def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, error, caplog):
+def test_out_of_memory_halves_the_batch_and_continues(tmp_path, error, caplog):
     data = arrays(37)
 
     def small_memory(batch):
@@ -256,7 +256,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, error, caplog):
     assert torch.equal(store.tensor(), run(data, Sums(), tmp_path / "large").tensor())
 
 
-def test_other_errors_are_not_taken_for_memory(tmp_path):
+def test_other_errors_are_not_treated_as_out_of_memory(tmp_path):
     def broken(batch):
         raise RuntimeError("shape mismatch")
 
@@ -335,7 +335,7 @@ def test_teacher_and_data_must_go_together(tmp_path):
         run(arrays(3), load_teacher("features", dataset=features), tmp_path)
 
 
-def test_a_teacher_that_prepares_something_else_is_told_what(tmp_path):
+def test_a_teacher_with_wrong_preprocessing_is_refused(tmp_path):
     class Flat(Sums):
         def preprocess(self, image):
             return super().preprocess(image)[0]

@@ -197,14 +197,14 @@ def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
         (("more",), "'more' belongs to no flag"),
     ],
 )
-def test_what_cannot_be_is_one_line(flags, message, capsys, tmp_path):
+def test_invalid_arguments_are_one_line(flags, message, capsys, tmp_path):
     assert command(*flags, "--embeddings_dir", str(tmp_path)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_are_given_once_by_flags_or_a_launcher(tmp_path, monkeypatch, capsys):
+def test_ranks_come_from_flags_or_a_launcher_not_both(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700")
@@ -221,7 +221,7 @@ def test_ranks_are_given_once_by_flags_or_a_launcher(tmp_path, monkeypatch, caps
     assert "1437 rows of 64, float32, in 3 shards" in capsys.readouterr().out
 
 
-def test_ctrl_c_keeps_complete_shards_and_says_how_to_go_on(tmp_path, alone):
+def test_ctrl_c_keeps_complete_shards_and_prints_the_command_to_resume(tmp_path, alone):
     job = Job(tmp_path)
     (tmp_path / "stopped").write_text(job.sums[4])
     code, output, last = job.run()
@@ -255,7 +255,7 @@ def test_a_half_precision_teacher_is_stored_in_half_the_space(tmp_path, monkeypa
     assert torch.equal(half.tensor(), full.tensor().bfloat16().float())
 
 
-def test_what_half_precision_cannot_hold_names_the_sample(tmp_path, monkeypatch):
+def test_half_precision_overflow_names_the_sample(tmp_path, monkeypatch):
     class Large(Counting):
         name = "large"
 

@@ -97,7 +97,7 @@ def test_a_temperature_gives_the_power_of_the_probabilities(temperature, k, seed
 
 
 @pytest.mark.parametrize("confidence", [0.3, 0.5, 0.7, 0.95])
-def test_the_mean_confidence_becomes_the_wanted_one(confidence):
+def test_the_mean_confidence_reaches_its_target(confidence):
     p = votes()
     temperature = temperature_for(p, confidence)
     assert float(tempered(p, temperature).amax(-1).mean()) == pytest.approx(confidence, abs=1e-5)

@@ -56,7 +56,7 @@ def test_probabilities_are_distributions_in_any_dtype_number_of_rows_and_block(m
     assert model.predict(x).dtype == torch.int64 and len(model.predict(x)) == len(x)
 
 
-def test_saved_and_loaded_it_says_the_same(model, tmp_path):
+def test_a_saved_model_predicts_the_same_after_loading(model, tmp_path):
     model.save_pretrained(tmp_path)
     x = torch.randn(20, DIM)
     for more in ({}, {"settings": {"N_HEADS": 9}, "commit": None, "command": "train.py"}):
@@ -86,7 +86,7 @@ def test_outlier_scores_are_saved_with_it_and_refused_where_there_are_none(model
     torch.testing.assert_close(again.outlier_scores(x[:9]), found[:9], rtol=0, atol=0.02)
 
 
-def test_a_head_of_ones_own_loads_by_its_import_path(tmp_path):
+def test_a_custom_head_loads_by_its_import_path(tmp_path):
     model = make_model(head="heads.cosine_head.CosineHead")
     model.weights.copy_(model.bank.initial_weights(1))
     model.votes.fill_(1 / K)
@@ -195,7 +195,7 @@ HARM = {
 
 @row(169)
 @pytest.mark.parametrize("harm", HARM)
-def test_a_model_that_says_what_cannot_be_is_one_line(tmp_path, harm):
+def test_an_inconsistent_model_file_is_refused_in_one_line(tmp_path, harm):
     model = make_model()
     model.weights.copy_(model.bank.initial_weights(0))
     model.votes.fill_(1 / K)

@@ -38,7 +38,7 @@ def test_there_are_as_many_clusters_as_distinct_rows_allow(n, dim, n_clusters, s
                            divided)  # fmt: skip
 
 
-def test_a_cluster_gets_its_own_samples_where_a_partition_says_which():
+def test_a_cluster_is_refilled_from_a_partition():
     x = torch.cat([torch.zeros(10, 2), torch.ones(4, 2), torch.full((9, 2), -50.0)])
     x += 0.01 * torch.randn(23, 2)
     target = torch.tensor([0] * 10 + [1] * 4 + [2] * 9)
@@ -57,7 +57,7 @@ def test_the_widest_cluster_is_divided_where_no_partition_says_which():
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e18, 1e30])
-def test_rows_that_differ_by_one_bit_are_told_apart_at_any_scale(scale):
+def test_rows_that_differ_by_one_bit_are_distinct_at_any_scale(scale):
     row = torch.full((1, 5), scale)
     x = torch.cat([row] * 6 + [torch.nextafter(row, torch.tensor(torch.inf))])
     splits = Splits.fit(x, torch.zeros(7, dtype=torch.int64), 2)
@@ -82,6 +82,6 @@ def test_each_sample_lies_in_a_part_of_its_cluster():
     assert torch.equal(coarsest, clusters // 2)
 
 
-def test_what_was_offered_later_is_a_branch_by_itself():
+def test_later_clusters_are_a_branch_of_their_own():
     tree = Tree.fit(X, CLUSTERS, LEVELS, 3)
     assert tree(X[:2], torch.tensor([3, 4])).tolist() == [[6, 2], [7, 3]]

@@ -100,7 +100,7 @@ class _OnDevice(torch.Tensor):
     device = torch.device("cuda")
 
 
-def test_what_is_read_at_once_is_read_to_the_bit():
+def test_batched_reads_are_bit_exact():
     odd = torch.tensor([1e-45, -0.0, 3.4e38, torch.inf, -torch.nan])
     sent = [torch.tensor([7, 0, -3], dtype=torch.int8), odd, torch.tensor(True), torch.arange(6)]
     sent += [torch.rand(3, 4).t(), torch.empty(0)]

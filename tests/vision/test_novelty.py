@@ -74,7 +74,7 @@ def test_held_out_samples_have_scores_spread_evenly_as_training_samples_have():
     assert (score - torch.arange(1500.0) / 1500).abs().max() < 0.01  # ties are few
 
 
-def test_what_is_beyond_all_training_samples_by_distance_alone_has_score_1():
+def test_samples_beyond_the_training_range_have_score_1():
     centres = torch.nn.functional.normalize(torch.randn(20, 40), dim=1)
     x = centres[torch.arange(800) % 20] + 0.002 * torch.randn(800, 40)
     x[:80] += 0.05 * torch.randn(80, 40)  # beside dense clusters: very far in their units
@@ -94,7 +94,7 @@ def test_a_dead_input_is_never_typical_whatever_was_trained_on(value):
     assert scores[:2].tolist() == [1, 1] and scores[2:].mean() < 0.9
 
 
-def test_a_point_on_the_diagonal_of_few_dimensions_is_no_dead_input():
+def test_a_constant_row_of_few_dimensions_is_a_live_input():
     x = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
     assert is_dead(x).tolist() == [True, False, False]
     assert is_dead(x[:, :1]).tolist() == [False, False, False]
@@ -130,7 +130,7 @@ def test_any_scale_width_and_number_of_samples(scale, dim, n):
         assert (novelty.score(furthest * 1e6 * torch.ones(1, dim)) == 1).all()
 
 
-def test_duplicates_are_no_division_by_zero():
+def test_duplicates_do_not_divide_by_zero():
     x = torch.ones(30, DIM)
     novelty = Novelty.fit(x)
     assert torch.equal(novelty.score(x), torch.zeros(30))

@@ -124,7 +124,7 @@ def test_the_number_of_clusters_is_chosen_by_distance_where_lengths_matter():
 
 
 @pytest.mark.parametrize("lengths", ["random", slow("one")])
-def test_directions_keep_their_vote_where_lengths_say_nothing(lengths):
+def test_directions_keep_their_vote_where_lengths_are_uninformative(lengths):
     of_rows = X.norm(dim=1, keepdim=True)
     if lengths == "random":
         of_rows = of_rows * torch.randn(len(X), 1).exp()

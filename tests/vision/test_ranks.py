@@ -262,7 +262,7 @@ def test_trainers_of_the_default_shape_are_slices_of_one():
 
 
 @pytest.mark.parametrize("how", ["none", "own"])
-def test_between_two_looks_nobody_is_asked(settings, how):
+def test_no_collective_runs_between_two_records(settings, how):
     changes = {"instance_weight": how, "log_every": 25, "checkpoint_every": 25}
     assert run_joined(counted, 2, settings("a", **changes), 24) == [{}, {}]
 
@@ -296,7 +296,7 @@ HERE = {
 }
 
 
-def test_a_finished_run_is_said_to_be_so(settings):
+def test_resuming_a_finished_run_is_refused(settings):
     trained(2, settings("a"))
     first, second = run_joined(work, 2, settings("a", resume=True))
     assert first[0] == "RunFinished" and first[2] == BAD_INPUT and second[0] == "done"

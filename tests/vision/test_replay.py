@@ -96,7 +96,7 @@ def test_a_users_head_is_placed_at_its_line(tmp_path):
     assert report.fault.place.file == __file__ and report.fault.place.text.startswith("return z /")
 
 
-def test_a_poisoned_teacher_is_told_from_the_student(tmp_path):
+def test_a_poisoned_teacher_is_distinguished_from_the_student(tmp_path):
     def spoil(trainer, views):
         trainer.state.teacher[1] = torch.inf
 
@@ -114,7 +114,7 @@ def test_a_bad_row_of_the_batch_is_named_by_its_number(tmp_path):
     assert "REBUILD_DAMAGED False -> True" in str(report)
 
 
-def test_a_fault_that_does_not_return_is_said_to_be_from_outside(tmp_path):
+def test_a_fault_that_does_not_recur_is_reported_as_external(tmp_path):
     report = replay(record(tmp_path, lambda trainer, views: None))
     assert not report.reproduced and report.fault is None
     assert "recorded on cpu; run again on the CPU, the same step is healthy" in str(report)
@@ -134,7 +134,7 @@ def test_a_spike_is_judged_by_the_median_before_it(tmp_path, times, seen):
     assert (CHANGES["spike"] in str(report)) == seen
 
 
-def test_a_state_of_a_later_step_is_said_to_be_one(tmp_path):
+def test_a_state_of_a_later_step_is_reported(tmp_path):
     report = replay(record(tmp_path, lambda trainer, views: None, exact=False))
     assert "the state is from a later step; the fault may not appear again" in str(report)
     assert "the recorded numbers do not cause the fault" not in str(report)

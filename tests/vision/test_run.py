@@ -175,7 +175,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         assert (clusters[rows_of_k[rows_of_k >= 0]] == k).all()
 
 
-def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):
+def test_the_saved_model_predicts_the_assignments_of_both_splits(settings):
     path = run(settings())
     names = "file cluster confidence split label outlier second second_confidence".split()
     levels = ["level_30", "level_22", "level_15", "level_7", "level_5"]
@@ -226,7 +226,7 @@ def test_heads_alone_vote_and_may_have_their_number_found(settings):
     assert any(name.startswith("level_") for name in assignments(path)[0])
 
 
-def test_the_report_says_what_the_other_choice_of_sizes_would_have_given(settings):
+def test_the_report_shows_the_scores_of_the_other_sizes(settings):
     path = run(settings(cluster_sizes="any"))
     graph = metrics(path)["graph"]
     assert graph["cluster_sizes"] == "any" and graph["other"]["cluster_sizes"] == "even"
@@ -280,7 +280,7 @@ def album(tmp_path, digits):
 
 
 @fault(171)
-def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
+def test_album_folders_are_not_classes(settings, album, caplog):
     caplog.set_level("INFO", "ssl_kd")
     path = run(settings(**album))
     (line,) = [r.getMessage() for r in caplog.records if "--labels folders" in r.getMessage()]
@@ -302,7 +302,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
 
 @fault(171)
 @pytest.mark.parametrize("first", ["auto", slow("folders")])
-def test_a_cache_serves_the_labels_that_each_run_asks_for(settings, album, first):
+def test_one_cache_serves_runs_with_and_without_labels(settings, album, first):
     second = {"auto": "folders", "folders": "auto"}[first]
     runs = {labels: run(settings(**album, labels=labels)) for labels in (first, second)}
     cache = Path(settings().embeddings_dir) / "embeddings_train.json"
@@ -354,7 +354,7 @@ def test_without_labels_the_number_of_clusters_is_found_unless_it_is_set(setting
         ({"cluster_sizes": "any"}, "CLUSTER_SIZES is any: partitions of the neighbor graph vote,"),
     ],
 )
-def test_the_first_line_and_the_run_folder_say_which_method_runs(settings, caplog, changes, says):
+def test_the_first_line_and_the_run_folder_name_the_method(settings, caplog, changes, says):
     caplog.set_level("INFO", "ssl_kd")
     path = run(settings(**changes, max_steps=2))
     assert says in caplog.messages[0]
@@ -452,7 +452,7 @@ def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
     assert metrics(whole)["steps"] == began + math.ceil((looks[-1] - began) / 0.7)
 
 
-def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
+def test_a_run_stopped_while_judging_resumes_with_trained_heads(settings):
     whole = run(settings(run_name="whole"))
 
     def progress(stage, done, total, info):
@@ -536,9 +536,7 @@ def test_partly_labeled_images_are_judged_by_the_labels_there_are(settings, tmp_
     assert "(64 of 96 training samples are labeled)" in str(results_table(found).title)
 
 
-def test_what_of_the_data_is_used_is_in_the_log_once_and_in_the_metrics(
-    settings, tmp_path, digits, caplog
-):
+def test_used_data_is_logged_once_and_in_the_metrics(settings, tmp_path, digits, caplog):
     save_images(tmp_path / "pictures" / "train", digits[0][:40])
     save_images(tmp_path / "pictures" / "test", digits[0][40:60])
     with caplog.at_level("INFO", "ssl_kd"):

@@ -56,7 +56,7 @@ def test_a_column_or_split_that_is_not_there(photo_run):
         samples.store("extend1")
 
 
-def test_what_is_no_finished_run_is_refused(copied, tmp_path):
+def test_unfinished_runs_are_refused(copied, tmp_path):
     with pytest.raises(RunFolderError, match="not a run folder"):
         Samples(tmp_path)
     file = copied / "metrics.json"
@@ -90,7 +90,7 @@ def test_an_edited_table_is_refused(copied):
         Samples(copied)
 
 
-def test_what_the_run_learned_from_is_gone(copied):
+def test_data_of_the_run_that_is_gone(copied):
     config = json.loads((copied / "config.json").read_text())
     there = config["settings"]["DATASET"], config["settings"]["EMBEDDINGS_DIR"]
     for name, place in zip(("DATASET", "EMBEDDINGS_DIR"), there, strict=True):

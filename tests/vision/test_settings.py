@@ -161,7 +161,7 @@ def test_a_settings_file_with_older_names_is_read(tmp_path):
     "WEIGHT_DECAY EMA_DECAY CENTER_MOMENTUM CHECKPOINT_DIR WARMUP_EPOCHS SCHEDULER LOG_DIR NUM_GPUS"
     " USE_TENSORBOARD WANDB_PROJECT LOCAL_CROPS_NUMBER MAX_CONSECUTIVE_NANS EARLY_STOPPING".split(),
 )
-def test_an_older_name_without_a_setting_says_in_one_line_what_replaces_it(name):
+def test_an_older_name_without_a_setting_names_its_replacement(name):
     with pytest.raises(SettingsError, match=rf"^There is no setting {name}\. .+\.$") as refused:
         VisionSettings.from_dict({name: 1})
     assert "Did you mean" not in str(refused.value)

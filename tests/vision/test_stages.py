@@ -56,7 +56,7 @@ def test_the_better_half_of_the_healthy_heads_votes_best_first():
     assert len(better_half(clusters, torch.full((5,), torch.nan))) == 0
 
 
-def test_a_head_goes_on_by_the_loss_where_it_knows_its_partition():
+def test_a_head_trains_by_the_loss_once_it_fits_its_partition():
     trainer, known = make_trainer(), torch.full((HEADS,), 0.5)
     trainer.by_loss.fill_(False)
     trainer.state.updates.fill_(7)

@@ -51,7 +51,7 @@ def files(folder):
     return {p.name for p in folder.iterdir() if "neighbours" in p.name and p.suffix != ".lock"}
 
 
-def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, small):
+def test_approximate_search_finds_nearly_all_neighbors(tmp_path, x, small):
     store = write(tmp_path, x, shard_rows=800)
     found, record = find_neighbors(store, K)
     assert found.shape == (N, K) and found.dtype == torch.int32
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_computed_again(tmp_path, x, searches, caplog, damage)
     assert searches == [K, K] and "computed again" in caplog.text
 
 
-def test_an_excluded_row_is_no_neighbor(tmp_path, x):
+def test_an_excluded_row_is_not_a_neighbor(tmp_path, x):
     find_neighbors(store := write(tmp_path, x[:80]), 5)
     store._kept = torch.arange(1, 80)  # as with exclude_bad
     store.n = 79

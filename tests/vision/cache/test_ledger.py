@@ -87,7 +87,7 @@ def test_shares_at_once_and_one_that_has_all_of_them_again(tmp_path, alone):
     assert content(folder) == alone
 
 
-def test_one_that_ends_after_the_cache_was_published_leaves_it_as_it_is(tmp_path, alone):
+def test_a_share_that_ends_after_publication_changes_nothing(tmp_path, alone):
     folder = tmp_path / "many"
     late = [writer(folder, slice(0, 3)), writer(folder, slice(2, 4))]
     with writer(folder, slice(0, None)) as others:
@@ -101,9 +101,7 @@ def test_one_that_ends_after_the_cache_was_published_leaves_it_as_it_is(tmp_path
     assert torch.equal(store.tensor(), EmbeddingStore.open(tmp_path / "alone", "train").tensor())
 
 
-def test_one_that_begins_while_the_cache_is_published_leaves_it_as_it_is(
-    tmp_path, alone, monkeypatch
-):
+def test_a_share_that_starts_during_publication_changes_nothing(tmp_path, alone, monkeypatch):
     folder, begin = tmp_path / "many", ledger.Ledger.begin
 
     def publish_first(self, *given):
@@ -145,7 +143,7 @@ def test_the_folder_may_go_while_a_shard_is_written(tmp_path, alone, monkeypatch
     assert content(folder) == alone
 
 
-def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_alone(tmp_path, alone):
+def test_a_damaged_shard_is_rebuilt_by_its_process_alone(tmp_path, alone):
     folder = tmp_path / "alone"
     for shard in (2, 5):
         path = folder / f"embeddings_train_{shard:05d}.pt"
@@ -171,7 +169,7 @@ def test_a_share_that_is_not_whole_is_not_published(tmp_path):
             one.close()
 
 
-def test_one_of_all_is_alone_and_shares_may_work_beside_it(tmp_path, alone):
+def test_a_whole_writer_excludes_another_but_not_shares(tmp_path, alone):
     folder = tmp_path / "many"
     with writer(folder) as one:
         with pytest.raises(LockHeld):
@@ -183,7 +181,7 @@ def test_one_of_all_is_alone_and_shares_may_work_beside_it(tmp_path, alone):
     assert content(folder) == alone
 
 
-def test_the_first_to_begin_decides_how_large_shards_are(tmp_path, alone):
+def test_the_first_process_decides_the_shard_size(tmp_path, alone):
     with writer(tmp_path / "many", slice(0, 1)) as one:
         fill(one)
     with writer(tmp_path / "many", slice(1, None), shard_rows=13) as one:
@@ -238,7 +236,7 @@ def test_forced_shares_compute_every_shard_once_and_keep_those_of_the_others(
         assert not [path for path, stamp in stamps(folder).items() if before.get(path) == stamp]
 
 
-def test_a_forced_share_that_was_killed_begins_its_own_shards_again(tmp_path, alone):
+def test_a_killed_forced_share_recomputes_its_shards(tmp_path, alone):
     folder = tmp_path / "alone"
     with writer(folder, slice(0, None, 2), force=True) as one:
         fill(one)

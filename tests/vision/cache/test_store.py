@@ -82,7 +82,7 @@ def change_row(path: Path, row: int, value: float):
 
 
 @pytest.mark.parametrize("shard_rows", [None, 12])
-def test_what_was_written_comes_back(tmp_path, shard_rows):
+def test_a_store_round_trips(tmp_path, shard_rows):
     x = rows_of()
     write(tmp_path, shard_rows=shard_rows)
     store = EmbeddingStore.open(tmp_path, "train", expect=FINGERPRINT)
@@ -248,7 +248,7 @@ def test_bad_rows_of_a_writer(tmp_path):
         EmbeddingStore.open(tmp_path / "nothing", "train")
 
 
-def test_rows_that_never_came_are_an_error(tmp_path):
+def test_missing_rows_are_an_error(tmp_path):
     with pytest.raises(
         ValueError,
         match=r"1 rows were neither added nor skipped, .* row 30 \('folder 30/é30.png'\)",
@@ -370,7 +370,7 @@ def test_a_size_that_does_not_fit_is_seen_without_reading(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["pickle", "torch", "other tensors", "a list"])
-def test_a_file_that_is_no_shard_is_refused_even_with_a_fitting_checksum(tmp_path, form):
+def test_other_files_are_refused_despite_a_matching_checksum(tmp_path, form):
     write(tmp_path, shard_rows=None)
     path, trace = tmp_path / "embeddings_train.pt", tmp_path / "executed"
     if form == "pickle":
@@ -482,7 +482,7 @@ def test_an_unfinished_cache_without_a_shard_gives_way(tmp_path, change):
 # Fault row 7: interrupted and killed
 
 
-def test_an_interrupted_writer_goes_on_at_the_last_complete_shard(tmp_path):
+def test_an_interrupted_writer_continues_at_the_last_complete_shard(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with make_writer(tmp_path / "resumed") as writer:
             writer.skip(3, IDS[3], "unreadable")

@@ -99,7 +99,7 @@ def test_images_beside_the_splits_are_left_out_by_name_and_number(tmp_path):
     ]
 
 
-def test_a_folder_of_unlabeled_images_is_no_class_beside_the_split(tmp_path):
+def test_an_unlabeled_folder_beside_the_split_is_not_a_class(tmp_path):
     for name in ("train/ant/a.png", "train/bee/b.png", "unlabeled/c.png"):
         picture(tmp_path / name)
     ids, classes, left_out = opened(tmp_path, labels="folders")

@@ -69,7 +69,7 @@ def test_one_of_several_list_columns_must_be_chosen(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "npz", "pt", "safetensors"])
-def test_a_column_is_taken_by_its_name(tmp_path, kind):
+def test_a_column_is_chosen_by_name(tmp_path, kind):
     path = tmp_path / f"f.{kind}"
     arrays = {"features": X, "mine": X * 2, "y": Y}
     tensors = {name: torch.tensor(values) for name, values in arrays.items()}
@@ -133,7 +133,7 @@ def test_a_column_of_image_paths_gives_the_pictures(tmp_path, absolute):
     ["secret.txt", "text.png", "pipe.png", "link.png", "folder.png", "x\0.png", "é" * 400 + ".png",
      "/dev/zero", "gone.png", "\ud7ff\n.png"],
 )  # fmt: skip
-def test_only_images_are_given_out_by_a_path(tmp_path, path):
+def test_only_image_files_are_opened_by_path(tmp_path, path):
     for name in ("secret.txt", "text.png"):
         (tmp_path / name).write_text("secret")
     os.mkfifo(tmp_path / "pipe.png")
@@ -148,7 +148,7 @@ def test_only_images_are_given_out_by_a_path(tmp_path, path):
     assert data.pictured == (path.endswith(".png"))
 
 
-def test_addresses_are_no_pictures_and_that_is_logged(tmp_path, caplog):
+def test_urls_are_not_pictures_and_that_is_logged(tmp_path, caplog):
     caplog.set_level("INFO")
     urls = [f"https://example.org/{i}.jpg" for i in range(5)]
     data = open_features(pictured(tmp_path, urls))
@@ -192,7 +192,7 @@ def test_a_pickle_with_code_is_refused(tmp_path):
         (torch.zeros(3, 0), "expected numbers"),
     ],
 )
-def test_values_that_are_no_plain_numbers_are_one_line(tmp_path, value, words):
+def test_values_that_are_not_plain_numbers_are_refused_in_one_line(tmp_path, value, words):
     torch.save({"features": value}, tmp_path / "f.pt")
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
         open_features(tmp_path / "f.pt")

@@ -31,7 +31,7 @@ def test_classes_are_the_first_level_at_any_depth_and_case(tmp_path):
     assert len(data) == 4 and data.image(2).size == (4, 3)
 
 
-def test_folders_are_classes_only_on_request_and_do_not_change_what_the_data_is(tmp_path):
+def test_folders_are_classes_only_on_request(tmp_path):
     picture(tmp_path / "loose.png")
     flat = FolderDataset(tmp_path, "album", "train", labeled=True)
     assert flat.folders == () and flat.labels is flat.class_names is None
@@ -44,7 +44,7 @@ def test_folders_are_classes_only_on_request_and_do_not_change_what_the_data_is(
     assert labeled.class_names == data.folders and labeled.fingerprint == data.fingerprint
 
 
-def test_folder_without_an_image_says_what_was_looked_for(tmp_path):
+def test_a_folder_without_images_lists_the_known_formats(tmp_path):
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(FileNotFoundError, match=r"no image in .*\.jpg"):
         FolderDataset(tmp_path, "mine", "train")
@@ -138,7 +138,7 @@ def test_a_pipe_does_not_hang(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
-def test_a_name_that_is_no_utf8_has_a_printable_id(tmp_path):
+def test_a_name_that_is_not_utf8_has_a_printable_id(tmp_path):
     path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
     Image.new("L", (2, 2)).save(path)
     data = FolderDataset(tmp_path, "mine", "train")

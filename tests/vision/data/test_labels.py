@@ -109,7 +109,7 @@ def test_a_column_of_labels_is_found_by_its_name_or_named(tmp_path):
         open_dataset("digits", "train", label_column="y")
 
 
-def test_the_exact_name_comes_first(tmp_path):
+def test_the_exact_name_is_preferred(tmp_path):
     data = open_features(table(tmp_path, Label=CLASSES, Y=CLASSES, target=["a", "b"] * 20))
     assert data.class_names == ("a", "b")
     data = open_features(table(tmp_path, Label=CLASSES, label=["u", "v"] * 20))
@@ -160,7 +160,7 @@ def test_labels_of_a_test_split_are_those_of_the_training_split(tmp_path):
     assert test.class_names == ("0", "1", "2", "3") and test.labels.tolist() == [0, 1]
 
 
-def test_what_is_used_of_a_table_is_logged_once(tmp_path, caplog):
+def test_used_columns_of_a_table_are_logged_once(tmp_path, caplog):
     caplog.set_level(logging.INFO, "ssl_kd")
     columns = {"id": [f"{i:04}" for i in range(N)], "other": list(X), "tags": [["a"]] * N}
     data = open_features(table(tmp_path, label=CLASSES, area=PLACES, **columns))

@@ -97,7 +97,7 @@ def test_tables_that_do_not_belong_together_are_refused_by_name(tmp_path):
         open_dataset(str(tmp_path), "train")
 
 
-def test_shards_whose_types_differ_are_one_table(tmp_path):
+def test_shards_of_different_types_form_one_table(tmp_path):
     write(tmp_path / "0.parquet", slice(0, 6), label=arrow.array([None] * 6, arrow.null()))
     write(tmp_path / "1.parquet", slice(6, 12), label=arrow.array([0, 1] * 3, arrow.int32()))
     data = open_dataset(str(tmp_path), "train")

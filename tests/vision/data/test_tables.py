@@ -90,7 +90,7 @@ def write(folder, **columns):
     return folder / "f.parquet"
 
 
-def test_what_a_column_shows_is_found(tmp_path):
+def test_displayed_values_are_found_by_filters(tmp_path):
     (tmp_path / "a.wav").write_bytes(b"RIFF")
     Image.new("L", (2, 2)).save(tmp_path / "a.png")
     sounds, links = ["a.wav", None] * 3, ["https://example.org/a.png"] * 6
@@ -202,7 +202,7 @@ def test_texts_that_are_long_or_not_utf8(tmp_path):
     assert rows.columns()["text"].to_pylist() == [*shown[:4], None, "a"]
 
 
-def test_only_sound_files_are_given_out(tmp_path):
+def test_only_sound_files_are_served(tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "good.wav").write_bytes(b"x")
     (tmp_path / "link.wav").symlink_to("secret.txt")

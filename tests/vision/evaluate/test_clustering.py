@@ -131,7 +131,7 @@ def test_effective_clusters_between_one_and_all():
     assert effective_clusters([0, 0]) == 0
 
 
-def test_collapse_is_told_from_imbalance():
+def test_collapse_is_distinguished_from_imbalance():
     assert not collapsed(np.geomspace(20, 400, 10).astype(int))
     assert collapsed([900, 50, 50, 0, 0, 0, 0, 0, 0, 0])
     assert collapsed([0, 0, 0])

@@ -85,7 +85,7 @@ def test_probe_reads_the_digits_in_few_steps():
     assert shuffled | {"accuracy": result["accuracy"]} == result
 
 
-def test_probe_notes_what_was_different(monkeypatch):
+def test_probe_records_differences(monkeypatch):
     result = linear_probe(X, Y)
     assert "a held-out quarter of the training data" in result["note"] and result["accuracy"] > 0.93
     result = linear_probe(X, Y, TEST_X, TEST_Y, max_iter=2)
@@ -130,7 +130,7 @@ def test_large_sets_are_clustered_faster_with_a_note(method, note, floor):
     assert note in result.note and accuracy(Y, result.clusters) > floor
 
 
-def test_spectral_with_separate_parts_runs_and_says_so():
+def test_spectral_clustering_handles_disconnected_graphs():
     far = np.concatenate([X[:100], np.zeros((100, 64))], 1)
     other = np.concatenate([np.zeros((100, 64)), X[100:200]], 1)
     result = spectral(np.concatenate([far, other]), 2)
@@ -158,7 +158,7 @@ def test_map_keeps_digits_together_and_is_quick(monkeypatch):
 
 
 @pytest.mark.parametrize(("n", "d"), [(1, 64), (2, 1), (3, 2), (5, 64), (20, 2)])
-def test_map_of_tiny_and_alike_sets_is_finite(n, d):
+def test_map_of_tiny_and_equal_sets_is_finite(n, d):
     for x in (X[:n, 20 : 20 + d], np.ones((n, d))):
         rows, places = embedding_map(x)
         assert len(rows) == n and places.shape == (n, 2) and np.isfinite(places).all()
@@ -168,7 +168,7 @@ def test_map_of_tiny_and_alike_sets_is_finite(n, d):
 
 
 @pytest.mark.parametrize("unit", [1e-44, 1e-30, 1e30])
-def test_a_map_of_values_whose_squares_float32_cannot_hold(unit):
+def test_a_map_of_values_whose_squares_overflow_float32(unit):
     """In such units scikit-learn's t-SNE ended the process, or put all into one point."""
     x = (np.random.default_rng(0).normal(size=(60, 8)) * unit).astype(np.float32)
     _, places = embedding_map(x)

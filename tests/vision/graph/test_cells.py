@@ -36,6 +36,6 @@ def test_each_of_many_clusters_is_found_where_kmeans_misses_some():
     assert adjusted_rand_score(y, kmeans(x, 100, 0, init="random")) < 0.9
 
 
-def test_fewer_distinct_rows_than_clusters_are_clusters_of_their_own():
+def test_fewer_distinct_rows_than_clusters_form_one_cluster_each():
     x = np.repeat(np.eye(5, dtype=np.float32), 20, axis=0)
     assert len(set(kmeans_by_cells(x, 10, 0))) == 5

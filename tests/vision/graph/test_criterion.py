@@ -31,7 +31,7 @@ def test_value_is_information_of_the_edges_over_a_power_of_the_entropy(graph, al
     assert partition_value(joint(graph, clusters, k), alpha) == pytest.approx(expected, rel=1e-12)
 
 
-def test_separate_clusters_are_worth_what_is_left_of_their_entropy_and_one_is_worth_nothing():
+def test_the_criterion_of_separate_clusters_and_of_one():
     blocks = Graph(sp.csr_matrix(np.kron(np.eye(3), np.ones((5, 5)))))
     apart = joint(blocks, np.arange(15) // 5, 3)
     for alpha in (0, 0.5, 1):
@@ -56,7 +56,7 @@ def test_the_higher_the_power_the_more_a_large_class_is_kept_whole():
 
 
 @pytest.mark.parametrize("alpha", [0, 0.5, 1])
-def test_merging_costs_what_it_says(graph, alpha):
+def test_merge_losses_equal_the_change_of_the_criterion(graph, alpha):
     table = joint(graph, np.random.default_rng(2).integers(6, size=graph.n), 6)
     losses = merge_losses(table, alpha)
     for a, b in ((0, 1), (2, 5), (3, 4)):

@@ -100,7 +100,7 @@ def test_rare_clusters_are_kept_of_many_samples():
 
 
 @pytest.mark.parametrize(("n", "k"), [(550, 5), (5500, 2100)])
-def test_what_no_partition_tells_apart_is_not_divided(n, k):
+def test_groups_that_no_partition_separates_are_not_split(n, k):
     y = np.arange(n) % 11 % 3
     assert (any_size_consensus([Candidate("any", y)] * 3, k) == y).all()
 

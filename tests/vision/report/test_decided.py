@@ -77,7 +77,7 @@ def test_without_decisions_the_report_is_that_of_the_run(run):
     assert (run / "report.html").read_text() == before and 'id="decisions"' not in before
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+def test_folders_without_a_run_are_refused(tmp_path, capsys):
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert str(tmp_path / "nothing") in capsys.readouterr().err
 

@@ -152,7 +152,7 @@ def test_page_is_one_file_that_loads_nothing_and_has_two_themes(run):
     assert not any(stand_in in source for stand_in in figures.PAGE_COLORS)
 
 
-def test_typical_images_are_asked_for_by_row_and_named(run):
+def test_typical_images_are_requested_by_row(run):
     asked = []
 
     def images(rows):

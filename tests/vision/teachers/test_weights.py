@@ -129,7 +129,7 @@ def test_names_that_begin_like_a_wrapper_but_are_the_models_stay():
     assert select_weights(renamed, state, "w").keys() == {f"old_{name}" for name in state}
 
 
-def test_what_holds_no_weights_is_refused(tmp_path):
+def test_files_without_weights_are_refused(tmp_path):
     torch.save({"w": Payload(str(tmp_path / "executed"))}, tmp_path / "code.pth")
     torch.save({"epoch": 3}, tmp_path / "empty.pth")
     torch.save([1, 2], tmp_path / "list.pth")

@@ -152,7 +152,7 @@ def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
     torch.testing.assert_close(trainer.state.loss, 0.98 * first + 0.02 * second)
 
 
-def test_what_a_checkpoint_holds_is_taken_over_whole():
+def test_all_of_a_checkpoint_is_restored():
     old, new = make_trainer(), make_trainer()
     for name, tensor in old.tensors().items():
         tensor.logical_not_() if tensor.dtype == torch.bool else tensor.fill_(3)
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_other_heads_is_refused_by_name(name):
         trainer.load(tensors)
 
 
-def test_heads_begin_again_from_their_teachers_alone():
+def test_heads_restart_from_their_teachers():
     trainer = make_trainer()
     for step in range(3):
         trainer.step(_views(step), 1e-2, step)
@@ -230,7 +230,7 @@ def _pages_had_from_the_system():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how glibc gives memory back")
-def test_what_a_step_frees_is_there_for_the_next_one():
+def test_memory_freed_by_a_step_is_reused():
     usual, kept = processes.answer(_pages_had_from_the_system)
     assert kept < usual / 3
 
@@ -277,7 +277,7 @@ def test_events_before_a_stop_are_not_lost():
     assert seen[-1] == (3, "head 1", "restored to its state before step 1")
 
 
-def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(monkeypatch):
+def test_faults_between_checks_are_found_late_with_known_facts(monkeypatch):
     monkeypatch.setattr(training, "LOOK_EVERY_ON_CPU", 10)
     x, sampler = problem()
     faults, saved, trainer = [], [], make_trainer()
@@ -309,7 +309,7 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
     assert saved[-1] in (20, 26) and len(saved) == len(set(saved))
 
 
-def test_the_streak_that_is_said_is_the_real_one(monkeypatch):
+def test_the_reported_streak_is_the_real_one(monkeypatch):
     """Where looking is rare, a head may be sick for longer than the patience before it is seen."""
     monkeypatch.setattr(training, "LOOK_EVERY_ON_CPU", 10)
     x, sampler = problem()

@@ -80,7 +80,7 @@ def _blobs():
         *(("temi", "none"), ("sharpened", "none"), (SINKHORN, "none")),
     ],
 )
-def test_every_loss_and_one_of_ones_own_finds_clusters_that_are_there(own, loss, how):
+def test_every_loss_and_a_custom_one_find_clusters(own, loss, how):
     x, blob = _blobs()
     loss = own(loss) if loss == "Squares" else loss
     few = {"n_heads": 4, "max_steps": 150, "batch_size": 32, "method": "heads"}

@@ -218,7 +218,7 @@ def test_weights_leave_a_sick_head_out(how, sick, expected):
     ),
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
 )
-def test_weights_are_proportions_of_what_is_left(values, dtype):
+def test_weights_are_proportions_of_the_remaining_mass(values, dtype):
     w = torch.tensor(values, dtype=torch.float64).to(dtype)
     out = losses.safe_normalize_weights(w).double()
     torch.testing.assert_close(out.sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-5, rtol=0)
