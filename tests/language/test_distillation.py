@@ -60,7 +60,7 @@ def test_a_run_from_python_is_that_of_the_same_settings(here, teacher):
     assert DistilledRun(done.path).metrics == done.metrics
 
 
-def test_models_in_memory_are_taken_as_they_are(here, teacher, tiny):
+def test_models_in_memory_are_used_unchanged(here, teacher, tiny):
     named = ssl_kd.Distillation(teacher, teacher, TEXTS, run_name="named", **FAST).run()
     lm, own = load_causal_lm(teacher), load_causal_lm(teacher)
     before = weights(own.model)
@@ -77,7 +77,7 @@ def test_models_in_memory_are_taken_as_they_are(here, teacher, tiny):
         run(given.settings.replace(run_name="b"))
 
 
-def test_a_run_that_was_interrupted_goes_on_with_the_models_in_memory(here, teacher):
+def test_an_interrupted_run_resumes_with_the_models_in_memory(here, teacher):
     lm = load_causal_lm(teacher)
     settings = {**FAST, "run_name": "a"}
 
@@ -101,7 +101,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_models_in_memory(here, teac
     assert equal(weights(resumed.student), weights(made().run().student))
 
 
-def test_a_fault_with_a_model_in_memory_says_why_it_cannot_be_replayed(here, teacher, monkeypatch):
+def test_replay_of_a_model_in_memory_explains_its_limits(here, teacher, monkeypatch):
     lm = load_causal_lm(teacher)
     own = load_causal_lm(teacher)
     plain = type(lm.model.model.norm).forward

@@ -77,7 +77,7 @@ def whole_chunks(monkeypatch):
 
 @pytest.mark.parametrize("checkpointing", [True, slow(False)])
 @pytest.mark.parametrize("kind", ["adapters in float16", "all weights and a live teacher"])
-def test_the_plan_is_what_a_step_allocates(tiny, whole_chunks, kind, checkpointing):
+def test_the_plan_equals_the_memory_of_a_step(tiny, whole_chunks, kind, checkpointing):
     half, batch = tiny.half(), tiny.blocks(packing=True).batch(range(4), torch.device("cpu"))
     options = {"gradient_checkpointing": checkpointing, "block_size": 24}
     student = tiny.model("Qwen3", **SHAPE)
@@ -90,7 +90,7 @@ def test_the_plan_is_what_a_step_allocates(tiny, whole_chunks, kind, checkpointi
 
 
 @pytest.mark.slow  # minutes, because a CPU multiplies in float16 slowly
-def test_the_plan_is_what_a_step_allocates_at_real_widths(tiny, whole_chunks, capsys):
+def test_the_plan_equals_the_memory_of_a_step_at_real_widths(tiny, whole_chunks, capsys):
     student, n = tiny.model("Qwen3", **QWEN3_0_6B), 64
     ids, ones = torch.randint(0, 151_936, (1, n)), torch.ones(1, n)
     batch = Batch(ids, torch.arange(n)[None], ones.bool(), ones.int(), torch.tensor([0]), n, True)

@@ -362,7 +362,7 @@ def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tm
 
 
 @fault(139)
-def test_bad_images_are_named_in_the_log_and_the_run_goes_on(settings, tmp_path, caplog):
+def test_bad_images_are_logged_and_the_run_continues(settings, tmp_path, caplog):
     (tmp_path / "1-0.png").write_bytes(b"no image")
     (tmp_path / "2-0.png").unlink()
     with caplog.at_level(logging.INFO):

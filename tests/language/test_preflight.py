@@ -100,13 +100,13 @@ def test_all_faults_are_in_one_message_each_with_its_setting(settings, models, t
         ({"teacher_cache": "auto", "divergence": "reverse_kl"}, "DIVERGENCE"),
     ],
 )
-def test_what_a_configuration_tells_is_refused(settings, changes, message):
+def test_invalid_configurations_are_refused(settings, changes, message):
     Path("taken").write_text("")
     with pytest.raises(InputError, match=message):
         run(settings(**changes))
 
 
-def test_a_taken_name_is_refused_before_the_cache_is_written(settings, tmp_path):
+def test_a_used_name_is_refused_before_the_cache_is_written(settings, tmp_path):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "metrics.json").write_text("{}")
     with pytest.raises(InputError, match="already holds a finished run: choose another --run_name"):

@@ -135,7 +135,7 @@ def test_axolotl_3271_an_evaluation_is_the_loss_of_training_and_liger_974_ignore
 @pytest.mark.parametrize(
     ("kind", "extra"), [("Mixtral", {}), ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2})]
 )
-def test_automodel_3243_other_experts_are_told_from_other_rounding(tiny, kind, extra):
+def test_automodel_3243_other_experts_are_distinguished_from_rounding(tiny, kind, extra):
     model, rows = tiny.model(kind, spread=0.3, **extra), tiny.blocks().part(slice(8))
     same = expert_changes(model, rows, torch.device("cpu"))
     assert same.changed == 0 and max(same.free, same.pinned) < 1e-4

@@ -130,7 +130,7 @@ def stopped(rank, settings, at, by_rank):
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), slow(1, 2)])
-def test_a_run_goes_on_with_another_number_of_ranks(of_kind, first, then):
+def test_a_run_resumes_with_another_number_of_ranks(of_kind, first, then):
     half, last = of_kind("chunks", run_name="half", checkpoint_every=100), first - 1
     results = run_joined(stopped, first, half, 3, last)
     assert "stopped by signal 15" in results[0] and len(results) == first, results

@@ -148,7 +148,7 @@ class Scored:
         self.nll, self.perplexity = nll, None if nll is None else math.exp(nll)
 
 
-def test_best_keeps_the_lowest_and_never_what_is_not_finite(tiny):
+def test_best_keeps_the_lowest_finite_value(tiny):
     distiller = tiny.distiller()
     head = distiller.student.lm_head.weight.detach()
     best = BestStudent(distiller)
@@ -207,7 +207,7 @@ def test_epochs_stand_for_steps(epochs, rows, accumulate, steps, tiny):
 # --- text ---
 
 
-def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, caplog):
+def test_held_out_data_is_not_learned_from(settings, text_file, tmp_path, caplog):
     lines = Path(text_file).read_text().splitlines(keepends=True)
     (tmp_path / "both.jsonl").write_text("".join(lines[:10]))
     chosen = settings(eval_path=str(tmp_path / "both.jsonl"))
@@ -253,7 +253,7 @@ def test_adapters_of_a_new_student_are_merged(settings):
     assert student_of(path).config.num_hidden_layers == 1
 
 
-def test_a_student_cut_from_the_teacher_begins_with_its_layers(settings):
+def test_a_student_cut_from_the_teacher_starts_with_its_layers(settings):
     path = run(settings(student_model="layers:2", max_steps=1, learning_rate=0.0))
     rows = table(path)
     assert rows["student"]["nll"] == pytest.approx(rows["teacher"]["nll"], rel=1e-6)
@@ -554,7 +554,7 @@ def spoil_norm(distiller):
     distiller.student.model.norm.weight.data[3] = math.nan
 
 
-def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, monkeypatch):
+def test_a_stopped_run_names_the_cause_and_the_settings_to_try(settings, tmp_path, monkeypatch):
     spoilt(monkeypatch, range(1, 99), spoil_norm)
     with pytest.raises(TooFewHealthyParts) as stopped:
         run(settings(stop_after=2))
@@ -578,7 +578,7 @@ def spoil_teacher(distiller):
 
 
 @pytest.mark.parametrize(("patience", "last"), [({"stop_after": 3}, 3), ({"stop_after": None}, 4)])
-def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
+def test_a_required_term_that_stays_out_ends_the_run(
     settings, tmp_path, monkeypatch, patience, last
 ):
     """With exit code 3, as a sick student; in ultra_stable with the patience of that preset."""
@@ -609,7 +609,7 @@ def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
 
 
 @pytest.mark.parametrize("cause", [{"grad_norm_threshold": 1e-9}, {"alpha_kd": 1e30}])
-def test_a_run_in_which_no_step_went_through_is_no_success(settings, tmp_path, cause):
+def test_a_run_without_a_healthy_step_fails(settings, tmp_path, cause):
     asked = settings(max_steps=2, checkpoint_every=5, generations=0, **cause)
     for again in (asked, asked.replace(resume=True)):  # there is no step left to do
         with pytest.raises(TooFewHealthyParts, match="none of the 2 steps changed") as end:

@@ -172,7 +172,7 @@ def test_answers_are_found(text, answer):
         ("none at all", None),
     ],
 )
-def test_the_last_number_only_where_asked_for(text, answer):
+def test_the_last_number_only_on_request(text, answer):
     assert extract_answer(text, last_number=True) == answer
 
 

@@ -78,7 +78,7 @@ def direct(model, text_blocks, teacher=None):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("linear", [True, False])
-def test_tokens_are_judged_as_by_the_models_own_logits(packing, linear, monkeypatch):
+def test_tokens_are_judged_by_the_logits_of_the_model(packing, linear, monkeypatch):
     # Granite scales its logits: they are not hidden @ weight.T, and the judge must ask for them.
     own = {} if linear else {"kind": "Granite", "logits_scaling": 3.0}
     model, teacher = llama(seed=1, **own).eval(), llama(seed=2, **own).eval()
@@ -101,7 +101,7 @@ def test_tokens_are_judged_as_by_the_models_own_logits(packing, linear, monkeypa
     assert mean.agreement == pytest.approx(0.75 * scores.agreement + 0.25)
 
 
-def test_a_teacher_is_its_own_twin_and_can_be_judged_itself():
+def test_a_teacher_can_be_judged_against_itself():
     model, text = llama(), blocks()
     teacher = FrozenTeacher(llama())
     scores = judge_tokens(model, text, teachers=[teacher])
@@ -221,7 +221,7 @@ def tokenizer_of_chats():
     return tokenizer
 
 
-def test_chats_are_asked_by_the_tokenizers_template(trained):
+def test_chats_are_rendered_by_the_tokenizer_template(trained):
     def chat(where, role, question, answer):
         turns = ({"role": role, "content": question}, {"role": "assistant", "content": answer})
         return Example(where, messages=(*turns, {"role": "user", "content": "thanks"}))
@@ -292,7 +292,7 @@ def test_real_stories(shared_data):
     assert story.startswith(" little girl named Lily")
 
 
-def test_a_row_says_how_much_of_what_was_written_is_repeated_and_chats_are_asked_as_such(trained):
+def test_rows_report_repetition_and_chats_use_their_template(trained):
     tokenizer = tokenizer_of_chats()
     turns = ({"role": "user", "content": "who ran?"}, {"role": "assistant", "content": " Tom"})
     refused = ({"role": "odd", "content": "who ran?"}, turns[1])

@@ -113,7 +113,7 @@ def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, caps
         (["begun"], "The run begun has no student yet"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, says, tmp_path, monkeypatch, capsys):
+def test_invalid_arguments_are_one_line(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x").mkdir()
     (tmp_path / "begun").mkdir()
@@ -159,7 +159,7 @@ def test_all_faults_are_in_one_message_before_a_model_is_loaded(at, models, tmp_
         (["--teacher", "teacher,foreign"], "TEACHER_MODEL .* not all of them have the tokenizer"),
     ],
 )
-def test_what_files_tell_is_refused_before_a_model_is_loaded(
+def test_bad_files_are_refused_before_a_model_is_loaded(
     at, models, tmp_path, capsys, words, message
 ):
     (tmp_path / "taken").write_text("")

@@ -119,7 +119,7 @@ def test_a_batch_that_is_not_finite_is_named_and_left_out(bad, side, caplog):
     assert row == expected and row["bits_per_character"]  # its characters do not count either
 
 
-def test_what_the_student_excludes_and_the_teacher_does_not_is_an_infinite_divergence():
+def test_excluding_a_teachers_token_is_an_infinite_divergence():
     logits, targets, teacher = case()
     targets[0], logits[0, 4] = 3, -INF
     assert scored(logits, targets, teacher).left_out == [
@@ -128,7 +128,7 @@ def test_what_the_student_excludes_and_the_teacher_does_not_is_an_infinite_diver
     assert scored(logits, targets).left_out == []
 
 
-def test_nothing_counted_and_what_no_float_holds_is_none_and_not_zero():
+def test_unknown_values_are_none_not_zero():
     logits = torch.zeros(3, 4)
     logits[:, 0] = 1e4
     scores = scored(logits, torch.ones(3, dtype=torch.long))

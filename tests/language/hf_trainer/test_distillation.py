@@ -322,7 +322,7 @@ def test_thoughts_may_be_left_out_of_the_labels(tmp_path, named):
     assert "Four." in answer and "two" not in answer and "think" not in answer
 
 
-def test_logits_for_metrics_of_ones_own(tmp_path):
+def test_logits_for_custom_metrics(tmp_path):
     trainer = DistillationTrainer(
         TINY.model(seed=1), teacher_model(), arguments(tmp_path), eval_dataset=samples(4, low=5),
         compute_metrics=lambda seen: {"shape": list(seen.predictions.shape)},
@@ -333,7 +333,7 @@ def test_logits_for_metrics_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_a_compiled_student_trains_alike_to_rounding(tmp_path, backend):
+def test_a_compiled_student_trains_the_same_up_to_rounding(tmp_path, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor compiles by g++")
     rows = samples()

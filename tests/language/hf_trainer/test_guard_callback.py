@@ -123,7 +123,7 @@ class Reporter(transformers.TrainerCallback):
         self.lines += [dict(logs)] if "loss" in logs else []
 
 
-def test_reporters_see_what_was_left_out_and_no_made_up_loss(tmp_path):
+def test_reporters_get_left_out_terms_and_no_invented_loss(tmp_path):
     reporter = Reporter()
     trainer, _, _ = run(tmp_path, reporter, GuardCallback(), factors={5: math.nan, 8: math.nan})
     assert [i for i, line in enumerate(reporter.lines) if math.isnan(line["loss"])] == [5, 8]

@@ -152,7 +152,7 @@ def test_logits_that_overflowed_can_be_unlearned(value):
         assert student_logits.grad[0, 3] < 0 and student_logits.grad[1, 0] < 0
 
 
-def test_likelihoods_that_are_nearly_alike_are_never_below_0():
+def test_nearly_equal_likelihoods_are_never_below_0():
     likelihood = -torch.rand(500, generator=torch.Generator().manual_seed(0)) * 50
     near = (likelihood * (1 + 1e-6)).requires_grad_()
     values = likelihood_matching(near, likelihood)

@@ -248,7 +248,7 @@ class _Products(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("frozen", "products"), [((), 4), ((1, 2), 3), ((0, 1), 2), ((0, 1, 2), 2)]
 )
-def test_no_product_for_a_gradient_nobody_wants(frozen, products):
+def test_unneeded_gradients_are_not_computed(frozen, products):
     student, targets = _student()
     for i in frozen:
         student[i].requires_grad_(False)

@@ -328,7 +328,7 @@ def test_the_loss_of_a_row_is_the_same_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wide_nucleus_is_no_vocabulary_and_a_stray_infinity_is_no_nucleus(name):
+def test_stored_nuclei_and_stray_infinities_are_recognized(name):
     student, teacher = _case(tokens=8, vocab=12)
     wide = _filtered(teacher, 8)  # less than half is -inf, but not the same at each token
     wide[..., 11] = -INF

@@ -128,7 +128,7 @@ def test_a_head_with_nan_is_still_linear():
 # --- frozen teachers ------------------------------------------------------------------------------
 
 
-def test_a_frozen_teacher_returns_the_given_rows(batch):
+def test_a_frozen_teacher_returns_the_requested_rows(batch):
     model = make_model("llama")
     expected = logits_of(model, batch.input_ids).flatten(0, 1)
     teacher = FrozenTeacher(model)
@@ -177,7 +177,7 @@ def test_the_dtype_is_the_teachers_own(batch):
 # --- loading and identity -------------------------------------------------------------------------
 
 
-def test_what_was_saved_is_loaded(folder, batch, capfd):
+def test_a_saved_student_loads(folder, batch, capfd):
     lm = load_causal_lm(folder)
     assert torch.equal(
         logits_of(lm.model, batch.input_ids), logits_of(make_model("llama"), batch.input_ids)
@@ -218,7 +218,7 @@ def test_identity_follows_weights_and_configuration(folder):
     assert again.weights_id == CausalLM.of(make_model("llama"), tokenizer, "made").weights_id
 
 
-def test_a_tokenizers_identity_is_what_it_does():
+def test_a_tokenizer_is_identified_by_its_behavior():
     used = make_tokenizer()
     used(["a b c", "a"], padding=True, truncation=True, max_length=2)
     assert tokenizer_id(used) == tokenizer_id(make_tokenizer())
@@ -238,7 +238,7 @@ def check_refused(name, kind, *words):
         assert word in message, message
 
 
-def test_what_cannot_be_loaded_is_named_in_one_line(folder, tmp_path, monkeypatch):
+def test_unloadable_models_are_named_in_one_line(folder, tmp_path, monkeypatch):
     check_refused(tmp_path / "none", FileNotFoundError, "save_pretrained")
     (tmp_path / "empty").mkdir()
     check_refused(tmp_path / "empty", FileNotFoundError, "no config.json")

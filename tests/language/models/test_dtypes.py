@@ -37,7 +37,7 @@ def test_a_base_in_half_precision_changes_no_bit_of_a_step(tiny, dtype, kind):
         assert model(input_ids=ids, use_cache=False).logits.dtype == torch.float32
 
 
-def test_only_what_products_take_is_halved(tiny):
+def test_only_weights_of_products_are_halved(tiny):
     model = tiny.model(tie_word_embeddings=True).requires_grad_(False)
     rotary = model.model.rotary_emb.inv_freq.clone()
     halve_products(model, torch.bfloat16)

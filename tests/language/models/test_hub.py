@@ -61,7 +61,7 @@ def test_a_run_uploads_its_student_and_a_card_without_folders(settings, models, 
     assert again.data_path == facts["data"] == "tiny_train.jsonl" and again.temperature == 2
 
 
-def test_what_cannot_be_uploaded_is_refused_before_training(settings, hub, models):
+def test_uploads_are_checked_before_training(settings, hub, models):
     with pytest.raises(InputError, match="set both, or neither"):
         settings(push_to_hub=True)
     hub.model_info.return_value.private = False

@@ -87,7 +87,7 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
             run(own.replace(run_name=name, **{name: value}))
 
 
-def test_experts_that_stay_whole_are_said(models, bits, caplog):
+def test_experts_that_are_not_quantized_are_logged(models, bits, caplog):
     load_causal_lm(models("mixture"), quantization=nf4(CPU, torch.float32))
     assert "are not linear layers" in caplog.text
 

@@ -149,7 +149,7 @@ def test_an_invalid_specification_is_named(spec, words):
         build_student(spec, make("llama"), seed=0)
 
 
-def test_a_specification_without_what_it_needs_is_refused():
+def test_an_incomplete_specification_is_refused():
     with pytest.raises(ValueError, match="name one in TEACHER_MODEL"):
         build_student("layers:2", None, make_tokenizer(), seed=0)
     with pytest.raises(ValueError, match="needs a tokenizer"):

@@ -98,7 +98,7 @@ def test_headline_compares_the_student_with_its_start_and_its_teacher(run):
     assert headline(run) == "Held-out perplexity 12.35"
 
 
-def test_a_run_without_a_teacher_says_so(run):
+def test_a_run_without_a_teacher_is_logged_as_such(run):
     change(run, "config.json", teacher=None)
     change(run, "metrics.json", cache=None)
     change_row(run, "teacher", gone=True)
@@ -255,7 +255,7 @@ def test_long_runs_stay_readable_and_small(run):
     assert "12 of 50" in page.text and "ppp …" in page.text and len(source) < 500_000
 
 
-def test_terms_that_took_no_part_in_some_steps_and_a_training_that_did_not_help_are_said(run):
+def test_skipped_terms_and_useless_training_are_reported(run):
     metrics = json.loads((run / "metrics.json").read_text())
     metrics |= {"best_step": 0, "steps": 30, "learned_from": {"ce": 30, "kd": 12}}
     (run / "metrics.json").write_text(json.dumps(metrics))

@@ -77,7 +77,7 @@ class EmptyRollouts:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_tokens_come_as_often_as_the_model_says(model, temperature):
+def test_token_frequencies_match_the_model(model, temperature):
     n, prompt = 2000, [5, 9, 14]
     draw = Sampler(model, [END], temperature=temperature, batch_size=500)
     found = torch.tensor([row[0] for row in draw([prompt] * n, [1] * n, list(range(n)))])
@@ -137,7 +137,7 @@ class _Biased(nn.Module):
         return self.head(x) + self.bias
 
 
-def test_neither_the_models_own_settings_nor_anybodys_random_numbers_take_part(model):
+def test_sampling_ignores_generation_settings_and_global_generators(model):
     plain = Sampler(model, [END])([[5, 9]], [8], [3])
     config = model.generation_config
     config.repetition_penalty, config.top_k, config.do_sample = 9.0, 1, True
@@ -151,7 +151,7 @@ def test_neither_the_models_own_settings_nor_anybodys_random_numbers_take_part(m
 # --- which rows, and what of them counts ----------------------------------------------------------
 
 
-def test_the_prompt_is_what_carries_no_loss_or_the_beginning_of_a_text(tiny, monkeypatch):
+def test_the_prompt_is_the_part_without_loss(tiny, monkeypatch):
     blocks = tiny.blocks()
     length = int((blocks.documents[0] > 0).sum())
     assert prompt_length(blocks, 0) == 4
@@ -184,7 +184,7 @@ def test_a_batch_is_text_first_and_of_the_rest_the_continuations_alone_count(mak
     assert sums["rows"] == 16 and sums["written"] == len(mine) and sums["ended"] <= len(mine)
 
 
-def test_what_a_row_says_depends_on_step_and_row_and_not_on_how_rows_are_dealt(make):
+def test_rollouts_depend_on_step_and_row_only(make):
     _, written = make(on_policy=1.0)
     (whole,), _ = written.batches(2, [torch.arange(6)], CPU)
     dealt, _ = written.batches(2, [torch.tensor([4, 1]), torch.tensor([3])], CPU)
@@ -274,7 +274,7 @@ def test_a_row_that_ends_at_once_teaches_its_end(make):
 
 
 @fault(117)
-def test_a_step_without_a_token_is_skipped_and_said(make):
+def test_a_step_without_a_token_is_skipped_and_logged(make):
     distiller, written = make(on_policy=1.0)
     distiller.step(written.batches(0, [torch.arange(4)], CPU)[0], 1e-2)  # there are moments now
     before = copy.deepcopy((distiller.student.state_dict(), distiller.optimizer.state_dict()))
@@ -290,7 +290,7 @@ def test_a_step_without_a_token_is_skipped_and_said(make):
 
 
 @fault(117)
-def test_a_run_whose_rollouts_are_all_empty_does_not_end_as_if_it_had_learned(make, tiny):
+def test_a_run_whose_rollouts_are_all_empty_fails(make, tiny):
     distiller, written = make(on_policy=1.0)
     written.sample, rows = EmptyRollouts(), []
     with pytest.raises(TooFewHealthyParts, match="none of the 3 steps changed the student"):
@@ -319,7 +319,7 @@ def test_a_student_of_nan_logits_is_found_by_the_guard_and_stops_the_run(make, t
 OWN = {"on_policy": 0.5, "max_new_tokens": 6}
 
 
-def test_a_stopped_run_goes_on_with_the_same_numbers(make, tiny):
+def test_a_stopped_run_resumes_with_the_same_numbers(make, tiny):
     stop, blocks, steps, rows = (
         4,
         tiny.blocks(),
@@ -361,9 +361,7 @@ def lines(path, name):
     {"model_dtype": "float16", "gradient_checkpointing": True},
     {"on_policy": 1.0, "teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
 ], ids=lambda changes: " ".join(changes))  # fmt: skip
-def test_a_run_learns_from_what_was_written(
-    settings, models, tmp_path, monkeypatch, float16_here, changes
-):
+def test_a_run_learns_from_rollouts(settings, models, tmp_path, monkeypatch, float16_here, changes):
     monkeypatch.chdir(tmp_path)
     if "teacher_model" in changes:
         changes = changes | {"teacher_model": models(changes["teacher_model"])}
@@ -412,7 +410,7 @@ def test_the_teachers_text_is_written_once_found_again_and_no_further_than_neede
     assert len(prompts) == 48 and parts[0].read_bytes() == files[parts[0]]
 
 
-def test_what_the_teacher_wrote_stands_in_the_place_of_the_text(settings, tmp_path, monkeypatch):
+def test_teacher_text_replaces_the_text(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = {**OWN, "on_policy": 0.0, "rollout_temperature": 0.0}
     own = settings(**options, teacher_text=0.5)
@@ -495,7 +493,7 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     ({"rollout_url": "http://a", "student_model": "a"}, "ON_POLICY is 0, so nothing is sampled"),
     ({"rollout_url": "http://me:word@host"}, "ROLLOUT_URL contains a user name"),
 ], ids=str)  # fmt: skip
-def test_what_does_not_fit_together_is_refused(settings, changes, message):
+def test_conflicting_settings_are_refused(settings, changes, message):
     with pytest.raises(SettingsError) as refused:
         settings(**changes)
     assert message in str(refused.value)

@@ -33,7 +33,7 @@ def served(settings, models, server, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, slow(2)], ids=["all weights", "adapters"])
-def test_a_server_samples_what_the_student_would(served, server, rank):
+def test_a_server_samples_the_same_tokens_as_the_student(served, server, rank):
     path, local = (run(served(lora_rank=rank, **own)) for own in ({}, LOCAL))
     for row, expected in zip(log_lines(path), log_lines(local), strict=True):
         assert row.pop("rollout_mismatch", 0) < 1e-5 and row == expected
@@ -49,13 +49,13 @@ def test_a_server_samples_what_the_student_would(served, server, rank):
     ("prompt", [{"model": "a", "choices": [{"token_ids": [5], "logprobs": {}}]}], "up to an end"),
     ("prompt", [{"model": "a", "choices": [SHORT]}], "logprobs of 6 tokens, or up to"),
 ], ids=["old", "off", "none", "short"])  # fmt: skip
-def test_what_a_server_does_wrong_is_named(served, server, key, answer, message):
+def test_server_errors_are_named(served, server, key, answer, message):
     server.fault = lambda handler, asked, _: key in asked and (handler.answer(*answer) or True)
     with pytest.raises(ServerFailed, match=message):
         run(served(learning_rate=0.1))
 
 
-def test_a_run_goes_on_when_the_server_is_back(served, server):
+def test_a_run_resumes_when_the_server_is_back(served, server):
     whole, n = run(served(run_name="whole")), len(server.asked)
     server.fault = lambda handler, _, i: i > 1.6 * n and (handler.answer(b"", 503) or True)
     with pytest.raises(ServerFailed, match="the rollout server .* responds with 503.*--resume"):

@@ -54,7 +54,7 @@ def test_presets_are_those_of_the_older_scripts():
     assert made["most_conservative"].max_steps == 1000
 
 
-def test_a_preset_says_in_a_line_where_it_differs_from_the_older_script(tmp_path, capsys):
+def test_a_preset_logs_its_difference_from_the_older_script(tmp_path, capsys):
     def read(*words):
         config = tmp_path / "none.py"
         known = {"presets": PRESETS, "notes": NOTES}
@@ -73,7 +73,7 @@ def test_a_preset_says_in_a_line_where_it_differs_from_the_older_script(tmp_path
     assert capsys.readouterr().err == ""
 
 
-def test_the_learning_rate_falls_as_lr_schedule_says():
+def test_the_learning_rate_follows_lr_schedule():
     shapes = {
         schedule: [learning_rate_at(step, 10, 8.0, 0.2, schedule) for step in range(10)]
         for schedule in LanguageSettings.rules()["lr_schedule"][2].choices
@@ -101,7 +101,7 @@ FOREIGN = """
 
 @row(154)
 @pytest.mark.parametrize("name", FOREIGN.split())
-def test_well_known_names_of_trl_are_taken_or_answered(name, tmp_path):
+def test_well_known_names_of_trl_are_accepted_or_explained(name, tmp_path):
     """Where it means the same, in the same unit, it is taken; else its substitute is named."""
     if name in LanguageSettings.rules() or name in LanguageSettings.aliases:
         assert LanguageSettings.named(name) in LanguageSettings.rules()
@@ -118,7 +118,7 @@ def test_well_known_names_of_trl_are_taken_or_answered(name, tmp_path):
 
 
 @row(154)
-def test_every_name_of_transformers_is_taken_or_answered(cls=LanguageSettings):
+def test_every_name_of_transformers_is_accepted_or_explained(cls=LanguageSettings):
     transformers = pytest.importorskip("transformers")
     for field in dataclasses.fields(transformers.TrainingArguments):
         name = field.name
@@ -221,7 +221,7 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
-def test_what_is_out_of_range_or_does_not_fit_together_is_refused(changes, message):
+def test_out_of_range_or_conflicting_settings_are_refused(changes, message):
     with pytest.raises(SettingsError) as refused:
         LanguageSettings(**changes)
     assert message in str(refused.value)
@@ -236,7 +236,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ALPHA_HIDDEN", "BASELINE", "SCHEDULE", "TEACHER_OFFLOAD"])
-def test_a_setting_that_was_taken_out_is_refused_with_what_is_done_instead(tmp_path, name):
+def test_a_removed_setting_is_refused_with_its_replacement(tmp_path, name):
     (tmp_path / "config.py").write_text(f"{name} = 1\n")
     with pytest.raises(SettingsError, match=rf"line 1: There is no setting {name}\. \S+ .*\."):
         LanguageSettings.from_file(tmp_path / "config.py")

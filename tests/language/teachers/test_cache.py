@@ -119,7 +119,7 @@ def probabilities(blocks: Blocks, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.parametrize("rows", [[4], [10, 0, 3], [3, 7]])  # the last two are narrower than T
-def test_top_k_gives_back_what_the_teacher_said(tmp_path, rows, linear):
+def test_top_k_returns_the_teachers_logits(tmp_path, rows, linear):
     store, blocks = make(tmp_path, Teacher(linear=linear)), make_blocks()
     batch = blocks.batch(rows)
     answer = store(batch, real(batch))
@@ -146,7 +146,7 @@ def test_tokens_survive_every_width_they_are_stored_in(tmp_path, vocabulary):
     assert expected.max() > 0.9 * vocabulary or vocabulary < 40_000
 
 
-def test_what_the_tokenizer_does_not_have_gets_no_mass(tmp_path):
+def test_ids_beyond_the_tokenizer_get_no_mass(tmp_path):
     for linear in (True, False):
         teacher, blocks = Teacher(V + 24, linear), make_blocks()
         store = write(teacher, blocks, tmp_path / str(linear), FINGERPRINT, vocabulary=V)
@@ -198,7 +198,7 @@ def test_logits_that_overflowed_and_tokens_outside_the_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize("k", [2, 7, V - 1, V])
-def test_draws_share_what_the_likeliest_tokens_leave(tmp_path, k):
+def test_draws_share_the_mass_outside_the_likeliest_tokens(tmp_path, k):
     store, blocks = make(tmp_path, method="sample", k=k), make_blocks()
     batch = blocks.batch([2, 9])
     answer = store(batch, real(batch))
@@ -386,7 +386,7 @@ def test_a_replaced_cache_leaves_no_head_behind(tmp_path):
 # What is reported
 
 
-def test_what_is_reported_of_top_k_is_what_a_direct_computation_finds(tmp_path):
+def test_top_k_statistics_equal_a_direct_computation(tmp_path):
     store, blocks = make(tmp_path, k=6), make_blocks()
     p = probabilities(blocks, 2.0)
     answer = store(batch := blocks.batch(range(N)), real(batch))
@@ -474,7 +474,7 @@ def test_a_teacher_that_gives_nan_is_named_with_the_place(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path, method):
+def test_a_damaged_shard_is_named_and_requested_again(tmp_path, method):
     make(tmp_path, method=method)
     whole = content(tmp_path)
     path = tmp_path / "teacher_00001.pt"
@@ -547,7 +547,7 @@ def change(folder, tamper, **stated):
     ],
 )
 @fault(148)
-def test_what_cannot_be_is_named_even_with_a_fitting_checksum(
+def test_invalid_content_is_named_despite_a_matching_checksum(
     tmp_path, method, column, value, message
 ):
     make(tmp_path, method=method)

@@ -175,14 +175,14 @@ DRIPS = {
 
 @pytest.mark.parametrize("act", DRIPS.values(), ids=DRIPS)
 @fault(146)
-def test_a_server_that_drips_is_given_up_after_the_timeout(local, act):
+def test_a_slowly_dripping_server_times_out(local, act):
     local.act, start = act, time.monotonic()
     refused(local, r"no complete answer within 0\.3 s", timeout=0.3)
     assert time.monotonic() - start < SOON
 
 
 @fault(146)
-def test_only_the_beginning_of_a_refusal_is_read(local):
+def test_only_the_start_of_an_error_response_is_read(local):
     local.act = drip(b"HTTP/1.1 401 No\r\nContent-Length: 9000\r\n\r\n", b"x")
     start = time.monotonic()
     refused(local, "responds with 401 No.*put the server's key")
@@ -246,7 +246,7 @@ HEADS = [
 
 @pytest.mark.parametrize("head", HEADS, ids=range(len(HEADS)))
 @fault(114)
-def test_what_is_not_http_is_one_line(local, head):
+def test_responses_that_are_not_http_are_one_line(local, head):
     def act(handler):
         handler.wfile.write(head)
         handler.close_connection = True
@@ -287,9 +287,7 @@ def test_a_failed_connection_is_one_line(local, monkeypatch):
 
 
 @fault(112)
-def test_an_address_where_nothing_listens_is_given_up_soon_and_a_busy_server_is_not(
-    local, monkeypatch, caplog
-):
+def test_a_closed_port_fails_soon_and_a_busy_server_is_retried(local, monkeypatch, caplog):
     monkeypatch.setattr(server, "UNCONNECTED_PATIENCE", 0.05)
     monkeypatch.setattr(server, "FIRST_PAUSE", 0.01)
     url = f"http://127.0.0.1:{free_port()}/v1"

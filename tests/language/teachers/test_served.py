@@ -128,7 +128,7 @@ def test_training_from_it_is_training_from_its_cache_to_the_bit(tiny, server, tm
     assert 0 < facts["tail_mass"] < 1 and 0 < facts["fidelity_kl"] < 3
 
 
-def test_what_is_asked_ahead_is_asked_once_and_its_faults_come_when_it_is_wanted(tiny, server):
+def test_prefetched_answers_are_requested_once_and_fail_on_use(tiny, server):
     blocks = tiny.blocks(packing=True)
     first, second = blocks.batch(range(4)), blocks.batch(range(2, 6))
     teacher = teacher_at(server, tiny)
@@ -146,7 +146,7 @@ def test_what_is_asked_ahead_is_asked_once_and_its_faults_come_when_it_is_wanted
         teacher(first, positions(first))
 
 
-def test_a_step_is_asked_about_while_the_one_before_is_learned_from(served, server, monkeypatch):
+def test_requests_for_a_step_overlap_with_the_previous_step(served, server, monkeypatch):
     whole = weights(run(served(run_name="whole")))
     ahead, step = [], Distiller.step
 
@@ -191,9 +191,7 @@ def test_its_cache_stands_in_when_it_is_gone(served, server, tmp_path):
 
 
 @fault(112)
-def test_a_cache_that_was_killed_asks_for_what_is_missing_alone(
-    served, server, tmp_path, monkeypatch
-):
+def test_a_killed_cache_requests_only_missing_rows(served, server, tmp_path, monkeypatch):
     monkeypatch.setattr(caching, "SERVED_TOKENS", 4 * 24)
     cached = served(teacher_cache=str(tmp_path / "cache"), packing=False)
     n, dies = len(cache_teacher(cached).manifest["shards"]), 10

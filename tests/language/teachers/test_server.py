@@ -41,7 +41,7 @@ def ask(server, k=K, vocabulary=320, **options):
     return client(server, **options).top_k(PROMPT, k, vocabulary, "row 3 of the text", first=10)
 
 
-def test_the_most_likely_tokens_are_the_models_own(server):
+def test_the_most_likely_tokens_are_those_of_the_model(server):
     top_k = ask(server)
     logits = server.model(input_ids=torch.tensor([PROMPT])).logits[0, :-1]
     log_p = logits.log_softmax(-1).double()
@@ -56,7 +56,7 @@ def test_the_most_likely_tokens_are_the_models_own(server):
     assert request["prompt"] == PROMPT and request["max_tokens"] == 1
 
 
-def test_an_own_token_among_the_most_likely_comes_once(server):
+def test_the_actual_token_is_listed_once(server):
     server.change = lambda logits: logits.index_fill(1, torch.tensor(PROMPT), 9.0)
     assert {len(entry) for entry in server.entries(PROMPT, 7)[1:]} == {7}
     assert ask(server, 7).log_probs.shape == (6, 7)
@@ -248,7 +248,7 @@ def test_a_served_model_with_a_nan_is_named(server):
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 @fault(113)
-def test_what_may_pass_is_retried(server, status, caplog):
+def test_transient_errors_are_retried(server, status, caplog):
     expected = ask(server)
 
     def busy(handler, asked, number):
@@ -297,7 +297,7 @@ def test_an_incomplete_answer_is_retried(server):
 
 
 @fault(113)
-def test_a_slow_server_is_retried_and_given_up(server, monkeypatch):
+def test_requests_to_a_slow_server_are_retried_then_fail(server, monkeypatch):
     over, ticks = threading.Event(), itertools.count()  # a tenth of a second for each attempt
     clock = SimpleNamespace(monotonic=lambda: next(ticks) / 10, sleep=lambda seconds: None)
     monkeypatch.setattr(module, "time", clock)
@@ -308,7 +308,7 @@ def test_a_slow_server_is_retried_and_given_up(server, monkeypatch):
     assert next(ticks) == 1 + 3  # the start, and the ends of three attempts
 
 
-def test_a_refusal_says_what_to_change(server, monkeypatch):
+def test_a_refusal_names_the_setting_to_change(server, monkeypatch):
     most = r"400 .*of 1001, which is greater than max allowed: 1000 .*CACHE_METHOD is topk:1001"
     with pytest.raises(ServerFailed, match=most):
         ask(server, 1001)

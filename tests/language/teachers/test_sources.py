@@ -105,7 +105,7 @@ def test_the_losses_are_those_of_the_paper(tiny):
         assert result.kd == pytest.approx(kl, rel=1e-4)
 
 
-def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_path):
+def test_an_adapted_router_is_saved_and_loaded_into_the_teacher(tiny, tmp_path):
     blocks = tiny.blocks()
     distiller = routed(tiny, "sar")
     go(distiller, blocks, range(3))

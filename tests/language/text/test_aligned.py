@@ -206,7 +206,7 @@ def test_offsets_become_a_partition():
     assert partition("", np.zeros((0, 2), dtype=int)).tolist() == []
 
 
-def test_characters_dropped_in_silence_do_not_shift_what_follows(trained):
+def test_silently_dropped_characters_do_not_shift_later_text(trained):
     tokenizer = trained["dropping"]
     reader = TextReader(tokenizer)
     text = "a dog 家家家 and 👩 the girl"
@@ -293,7 +293,7 @@ def test_every_row_of_logits_stands_before_its_token(trained):
     assert torch.equal(groups.teacher.targets, torch.cat([g.teacher.targets for g in one_by_one]))
 
 
-def test_only_what_the_student_learns_and_both_predict_counts(trained):
+def test_only_tokens_that_both_models_predict_count(trained):
     prompt, completion = "What did Lily see? ", "a dog"
     data = dataset((prompt, completion))
     blocks = aligned_blocks(data, trained["bytes"], trained["word piece"], 64)
@@ -317,7 +317,7 @@ def test_only_what_the_student_learns_and_both_predict_counts(trained):
     assert torch.equal(after.student.targets, before.student.targets[before.student.groups > 0])
 
 
-def test_what_no_block_can_hold_is_left_out_and_counted(trained):
+def test_texts_longer_than_a_block_are_omitted_and_counted(trained):
     text = "The dog " + "家" * 40 + " went home"
     blocks = aligned_blocks(dataset(text), trained["bytes"], trained["dropping"], 32)
     stats = blocks.statistics()
@@ -334,7 +334,7 @@ def test_the_prompt_is_shortened_before_the_completion(trained):
     assert (blocks.ends[0] > 0).sum() > 10  # as much of the prompt as fits
 
 
-def test_tokens_of_one_side_count_as_what_they_begin_with(trained):
+def test_tokens_of_one_side_count_by_their_first_bytes(trained):
     student, teacher = trained["bytes"], trained["bytes, more of them"]
     vocabulary = shared_vocabulary(student, teacher)
     says = [token_texts(student), token_texts(teacher)]

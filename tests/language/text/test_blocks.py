@@ -175,7 +175,7 @@ def test_a_completion_without_a_prompt_has_a_start(shared_data, tokenizer):
         assert blocks.characters == 5
 
 
-def test_the_beginning_of_a_long_prompt_goes_first(tokenizer):
+def test_long_prompts_are_cut_at_the_start(tokenizer):
     prompt, completion = STORIES[3], " The end."
     tail = expected(tokenizer, completion)
     whole = [tokenizer.bos_token_id, *expected(tokenizer, prompt + completion)]
@@ -206,7 +206,7 @@ def test_the_beginning_of_a_long_prompt_goes_first(tokenizer):
     ]
 
 
-def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):
+def test_only_assistant_tokens_count(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     chat = [
         {"role": "user", "content": "a cat?"},
@@ -234,7 +234,7 @@ def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):
     assert tokenizer.decode(counted) == "a dog!</s>a tree.</s>"
 
 
-def test_what_a_chat_gives_does_not_count_and_its_tools_are_shown(tokenizer, monkeypatch):
+def test_chat_prompts_carry_no_loss_and_show_their_tools(tokenizer, monkeypatch):
     shown = ("{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + TEMPLATE).replace(
         "{{ m.content }}",
         "{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -262,7 +262,7 @@ def test_what_a_chat_gives_does_not_count_and_its_tools_are_shown(tokenizer, mon
         make_blocks(texts, tokenizer, 128)
 
 
-def test_the_first_token_never_counts_even_where_the_assistant_begins(tokenizer, monkeypatch):
+def test_the_first_token_never_counts(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }} and so on")
     chat = [{"role": "assistant", "content": " a cat "}]
     for block_size in (4, 64):
@@ -342,7 +342,7 @@ def test_a_batch_is_cut_to_its_longest_row(tokenizer):
     assert not batch.packed and list(batch.model_inputs()) == ["input_ids"]
 
 
-def test_positions_begin_anew_in_each_document(tokenizer):
+def test_positions_restart_in_each_document(tokenizer):
     blocks = make_blocks(dataset("The end.", "One day", "a"), tokenizer, 40)
     batch = blocks.batch(range(len(blocks)))
     assert batch.packed and list(batch.model_inputs()) == ["input_ids", "position_ids"]
@@ -482,7 +482,7 @@ def test_a_model_without_positions_leaks():
 
 
 @pytest.mark.parametrize("output", ["the same for any input", "not finite"])
-def test_an_output_that_shows_nothing_is_no_leak(output, caplog):
+def test_an_uninformative_output_is_not_a_leak(output, caplog):
     model = build(ISOLATING["llama"])
     if output == "not finite":
         model.model.norm.weight.data[0] = float("nan")

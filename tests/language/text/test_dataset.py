@@ -76,7 +76,7 @@ def test_lines_that_cannot_be_used_are_named(tmp_path, line, message):
         open_text(write_jsonl(tmp_path / "bad.jsonl", [line]), "all")
 
 
-def test_bytes_that_are_no_text_and_a_byte_order_mark(tmp_path):
+def test_undecodable_bytes_and_a_byte_order_mark(tmp_path):
     good = '{"text": "é"}'.encode()
     (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\xff\xfe\n" + good)
     data = open_text(tmp_path / "f.jsonl", "all")
@@ -152,7 +152,7 @@ def test_held_out_documents_stay_the_same_and_duplicates_stay_together(tmp_path)
     assert texts[1] < {e.text for e in half.examples}
 
 
-def test_what_is_held_out_can_be_left_out(tmp_path):
+def test_held_out_data_can_be_omitted(tmp_path):
     lines = [{"text": f"text {i}"} for i in range(5)]
     write_jsonl(tmp_path / "a.jsonl", lines)
     write_jsonl(tmp_path / "b.jsonl", [*lines[1:3], {"text": "another"}])
@@ -166,7 +166,7 @@ def test_what_is_held_out_can_be_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["test", "validation"])
-def test_a_split_of_its_own(tmp_path, name):
+def test_a_separate_validation_split(tmp_path, name):
     train = write_jsonl(tmp_path / "my_train.jsonl", [{"text": "a"}])
     write_jsonl(tmp_path / f"my_{name}.jsonl", [{"text": "b"}])
     assert [e.text for e in open_text(train, "train").examples] == ["a"]
@@ -182,7 +182,7 @@ def test_a_split_of_its_own(tmp_path, name):
     assert len(open_text(folder, "all")) == 2
 
 
-def test_the_digest_is_that_of_what_was_read(tmp_path):
+def test_the_digest_covers_the_bytes_that_were_read(tmp_path):
     first = open_text(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}]), "all")
     same = open_text(write_jsonl(tmp_path / "b.jsonl", ["", {"text": "a"}, {"text": "b"}]), "all")
     other = open_text(write_jsonl(tmp_path / "c.jsonl", [{"text": "b"}, {"text": "a"}]), "all")

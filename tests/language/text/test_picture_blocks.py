@@ -135,12 +135,12 @@ def test_several_images_keep_their_order(here):
         ),
     ],
 )
-def test_what_is_wrong_with_an_image_names_the_record(here, record, words):
+def test_image_errors_name_the_record(here, record, words):
     message = example_of(record, here, "rows.jsonl:3")
     assert isinstance(message, str) and message.startswith("rows.jsonl:3: ") and words in message
 
 
-def test_no_token_of_an_image_and_nothing_but_the_answer_counts(processor, here):
+def test_only_answer_tokens_count_and_no_image_token(processor, here):
     made = [
         *records(here, 6),
         {"image": "1.png", "prompt": "What is it? ", "completion": "a fox"},

@@ -159,7 +159,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_tool_calls_are_learned_and_what_the_tool_says_is_not(name):
+def test_tool_calls_are_learned_but_not_tool_results(name):
     last = learned(name, *CALLED)
     assert last[0] == CALLS[name] and len(last) == 2 and "sun" not in "".join(last).lower()[:-40]
     assert learned(name, *CALLED, user("Thanks"), assistant("Bye."))[0] == CALLS[name]
@@ -338,7 +338,7 @@ def test_a_template_that_fails_leaves_a_line(template):
     assert why.startswith("f:1: the chat template fails on the messages: ") and "\n" not in why
 
 
-def test_a_turn_that_opens_the_chat_is_learned_without_what_stands_before_it():
+def test_an_opening_turn_is_learned_without_its_prefix():
     first, second = learned("llama3", assistant("Welcome!"), user("Hi"), assistant("Hello."))
     assert (first, second) == ("Welcome!<|eot_id|>", "Hello.<|eot_id|>")
     assert learned("qwen25", assistant("Welcome!"))[0] == "Welcome!<|im_end|>\n"
@@ -361,7 +361,7 @@ def test_tokens_that_count_are_those_of_the_turns(name):
     assert int(short.counts.sum()) == int(blocks.counts.sum())
 
 
-def test_what_one_chat_cannot_show_is_not_held_against_the_next():
+def test_an_unrenderable_chat_does_not_affect_the_next():
     template = (
         "{% if 'bad' in messages[0].content and messages|length == 1 %}{{ raise_exception('') }}"
         "{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -118,7 +118,7 @@ def test_a_damaged_file_is_named(tmp_path, name, damage, message):
     assert re.search(message, str(refused.value))
 
 
-def test_what_save_to_disk_wrote(tmp_path):
+def test_reading_folders_of_save_to_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
     train = datasets.Dataset.from_list([{"text": f"story {i}"} for i in range(50)])
     test = datasets.Dataset.from_list([{"text": "the end"}])
@@ -140,7 +140,7 @@ def test_splits_as_the_hub_has_them(tmp_path):
     assert len(open_text(tmp_path, "test")) == len(TEXTS)
 
 
-def test_a_folder_without_text_says_what_it_may_hold(tmp_path):
+def test_a_folder_without_text_lists_the_known_formats(tmp_path):
     (tmp_path / "table.xlsx").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"contains no usable document: the folder has no \.jsonl"):
         open_text(tmp_path, "all")

@@ -93,7 +93,7 @@ def test_a_part_is_explained_once_and_recorded_once(tiny, explained_distiller, t
     )
 
 
-def test_without_memory_to_look_the_event_says_so(tiny, explained_distiller, monkeypatch):
+def test_an_event_reports_missing_memory_for_the_replay(tiny, explained_distiller, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

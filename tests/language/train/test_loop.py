@@ -54,7 +54,7 @@ def poisoned_after(distiller, last):
 
 
 @pytest.mark.parametrize(("n", "rows"), [(10, 4), (7, 7), (5, 12), (64, 8), (1, 3)])
-def test_every_row_comes_once_a_pass_in_an_order_of_its_own(n, rows):
+def test_every_pass_shuffles_all_rows(n, rows):
     steps = -(-4 * n // rows)
     stream = torch.cat([rows_of_step(step, rows, n, seed=3) for step in range(steps)])
     passes = [p.tolist() for p in stream[: 4 * n].split(n)]
@@ -108,7 +108,7 @@ def test_a_row_is_the_mean_of_the_steps_since_the_last(tiny):
 # --- stopping and going on ------------------------------------------------------------------------
 
 
-def test_a_run_that_is_given_up_saves_the_last_good_state(tiny):
+def test_a_failed_run_saves_the_last_good_state(tiny):
     distiller = make(tiny, stop_after=2)
     before, saved = copy.deepcopy(distiller.student.state_dict()), []
 

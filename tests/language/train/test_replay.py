@@ -184,7 +184,7 @@ def test_another_text_or_teacher_than_the_runs_is_refused(
     assert str(bundles["kd"]) in str(e.value) and "restore them" in str(e.value)
 
 
-def test_over_the_size_limit_it_says_what_was_found_when_it_happened(recorded, sick, monkeypatch):
+def test_a_bundle_over_the_size_limit_shows_the_recorded_diagnosis(recorded, sick, monkeypatch):
     monkeypatch.setattr(save_bundle, "__defaults__", (1e-3,))
     words, bundles = recorded(teacher_model=sick(), max_steps=1)
     report = replay(bundles["kd"])
@@ -239,9 +239,7 @@ def test_a_damaged_bundle_is_refused_by_name(bundle, tmp_path):
 # --- the command line -----------------------------------------------------------------------------
 
 
-def test_the_command_line_knows_the_mode_and_says_whether_the_fault_returned(
-    bundle, models, tmp_path, capfd
-):
+def test_the_command_line_reports_whether_the_fault_recurred(bundle, models, tmp_path, capfd):
     assert cli.main(["replay", str(bundle)]) == 0
     out, _ = capfd.readouterr()
     assert "fault    kd, step 1: the loss is not finite" in out

@@ -164,7 +164,7 @@ def test_a_row_that_the_teacher_cannot_judge_loses_its_divergence_alone(kind):
 
 
 @row(161)
-def test_what_stands_in_the_sick_row_changes_no_bit():
+def test_contents_of_a_bad_row_change_no_bit():
     found = [
         run(SickAnswer({5}, value=value, place=place), steps=3).owned()
         for value, place in ((NAN, 0), (NAN, 2))

@@ -157,7 +157,7 @@ def test_half_precision_follows_float32_without_a_skipped_step(tiny, dtype):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0)
 
 
-def test_precision_is_what_was_asked_for_where_the_device_has_it(tiny):
+def test_precision_follows_the_request_where_the_device_supports_it(tiny):
     for dtype in ("auto", "float32"):
         precision = precision_of(tiny.settings(model_dtype=dtype, device="cpu"))
         assert (precision.student, precision.teacher) == (torch.float32, torch.float32)
@@ -230,7 +230,7 @@ def test_the_replay_sees_the_same_dropout(tiny, device):
 # --- sick for long --------------------------------------------------------------------------------
 
 
-def test_twenty_in_a_row_begin_again_and_twenty_more_end_the_run(tiny, teacher):
+def test_twenty_bad_steps_restart_and_twenty_more_end_the_run(tiny, teacher):
     """As the preset `ultra_stable` has it."""
     batch = tiny.blocks().batch(range(4))
     distiller = tiny.distiller(teacher, stop_after=None)
@@ -247,7 +247,7 @@ def test_twenty_in_a_row_begin_again_and_twenty_more_end_the_run(tiny, teacher):
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
-def test_a_distiller_that_takes_over_a_state_goes_on_to_the_bit(tiny, teacher, kind, tmp_path):
+def test_a_distiller_continues_a_loaded_state_bit_for_bit(tiny, teacher, kind, tmp_path):
     blocks = tiny.blocks()
     dropout = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if kind == "GPT2" else {}
 
