@@ -146,14 +146,14 @@ def test_the_clustering_that_common_neighbors_share_is_better():
     assert 0.85 < 1 - other_way < 0.93
 
 
-def test_nothing_is_told_without_common_neighbors():
+def test_no_verdict_without_common_neighbors():
     one = np.ones((1, 2)), np.zeros(1, int)
     alone = judge(one[0], one[0], one[1], one[1])
     assert alone["better"] is None and alone["probability"] is None
     assert "only 0 pairs of samples are neighbors in both" in alone["verdict"]
 
 
-def test_nothing_is_told_if_few_samples_have_a_common_neighbor():
+def test_no_verdict_if_few_samples_have_a_common_neighbor():
     rng = np.random.default_rng(2)
     n = 600
     shape, color = rng.integers(6, size=n), rng.integers(6, size=n)
@@ -166,7 +166,7 @@ def test_nothing_is_told_if_few_samples_have_a_common_neighbor():
     assert result["verdict"].startswith("Which is better cannot be told without labels: only")
 
 
-def test_nothing_is_told_if_the_probability_depends_on_the_samples():
+def test_no_verdict_if_the_probability_depends_on_the_samples():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(120, 6))  # without clusters
     a, b = (np.digitize(x[:, i], [-0.5, 0.5]) for i in (0, 1))
@@ -177,9 +177,7 @@ def test_nothing_is_told_if_the_probability_depends_on_the_samples():
     assert judge(blobs(1), blobs(2), true, np.roll(true, 1))["reason"] is None
 
 
-def test_the_page_and_its_numbers_say_that_nothing_can_be_told(
-    photo_run, copy, monkeypatch, capsys
-):
+def test_the_page_and_its_numbers_report_no_verdict(photo_run, copy, monkeypatch, capsys):
     monkeypatch.setattr("ssl_kd_explore.compare.judgement.LEAST_COVERED", 1.01)
     Run.open(copy).curation.merge([1, 2], "both")
     assert main(["compare", str(copy), str(photo_run)]) == 0

@@ -111,7 +111,7 @@ def test_files_that_changed_vanished_or_are_not_complete_are_reported(root):
     assert len(summary["rounds"]) == 2 and summary["new"] == ["fresh.png"]
 
 
-def test_a_folder_that_is_no_round_of_this_watch_is_left_alone(root):
+def test_folders_of_others_in_a_watch_are_left_alone(root):
     place = root / "runs" / "w"
     shutil.copytree(place / "round-0001", place / "round-0001-old")
     shutil.copy2(place / "round-0001.files", place / "round-best.files")
@@ -148,7 +148,7 @@ def test_a_killed_round_leaves_the_last_one_and_is_repeated(first, tmp_path):
         assert table(run) == table(result.straight / "runs" / "w" / "round-0002")
 
 
-def test_the_command_does_one_round_or_goes_on_until_it_is_stopped(root, capsys, monkeypatch):
+def test_the_command_runs_once_or_until_it_is_stopped(root, capsys, monkeypatch):
     words = ["watch", str(root / "photos"), "--run", "w", "--runs_dir", str(root / "runs")]
     with Lock(root / "runs" / "w" / ".lock"):
         assert main([*words, "--every=1s"]) == 1

@@ -47,7 +47,7 @@ def test_a_run_and_its_copies_are_excluded_on_request(photo_run, tmp_path, capsy
     assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(samples) - n_copies
 
 
-def test_a_cache_whose_tables_are_replaced_by_force_alone(tmp_path, capsys):
+def test_tables_in_a_cache_are_replaced_only_with_force(tmp_path, capsys):
     x, _ = distinct(200)
     cache = write(tmp_path / "cache", np.concatenate([x, x[:4]])).folder
     assert main(["curate", str(cache)]) == 0

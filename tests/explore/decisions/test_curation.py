@@ -139,7 +139,7 @@ def test_the_state_is_that_of_the_decisions_that_are_not_undone(run, tmp_path, p
 
 
 @fault(129)
-def test_a_number_is_never_used_twice_and_what_others_need_stays(run):
+def test_cluster_numbers_are_not_reused(run):
     curation = Curation.open(run)
     assert curation.split(0, members(curation, 0)[:3])["new"] == 1000
     curation.undo()
@@ -262,7 +262,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("edit", "message"), HOSTILE.values(), ids=HOSTILE.keys())
 @fault(155)
-def test_a_given_line_is_checked_as_a_whole_and_blocks_no_run(run, tmp_path, edit, message):
+def test_a_decision_line_is_validated_before_it_is_added(run, tmp_path, edit, message):
     curation = Curation.open(run)
     curation.rename(0, "zeros")
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
@@ -320,7 +320,7 @@ def test_every_line_fits_the_schema_and_what_is_refused_does_not(run):
 
 
 @fault(155)
-def test_a_given_number_leaves_room_for_later_ones(run, tmp_path):
+def test_large_cluster_numbers_are_refused(run, tmp_path):
     curation = Curation.open(run)
     curation.move([3], name="mine")
     curation.undo()

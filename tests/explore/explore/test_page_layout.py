@@ -227,7 +227,7 @@ def test_on_a_phone_nothing_covers_the_map(server, opened):
     assert box(page, "#canvas") == canvas
 
 
-def test_there_is_one_undo_and_it_names_what_it_undoes(server, opened, run):
+def test_the_undo_button_names_its_decision(server, opened, run):
     page = opened(server.url)
     assert page.locator("#undo").is_disabled()
     for name in ("one", "two"):
