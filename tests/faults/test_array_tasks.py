@@ -13,7 +13,7 @@ alone = many.alone
 
 @row(110)
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-def test_killed_at_a_shard_a_process_of_many_goes_on_with_exactly_the_missing_ones(tmp_path, alone):
+def test_a_killed_task_of_an_array_computes_exactly_its_missing_shards(tmp_path, alone):
     job = Job(tmp_path)
     (tmp_path / "deadly").write_text(job.sums[6])
     code, _, _ = job.run("--rank", "0", "--world", "2")

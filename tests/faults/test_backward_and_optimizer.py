@@ -65,7 +65,7 @@ def test_a_gradient_of_any_size_is_clipped_or_skipped_for_its_head_alone(exponen
 
 @row(29)
 @pytest.mark.parametrize("value", [1e20, 1e30, -3e38])
-def test_a_gradient_whose_square_overflows_is_seen(value):
+def test_a_gradient_whose_square_overflows_is_detected(value):
     sick = trained(in_forward(set_gradient(value), {1}), steps=3)
     assert sick.of(HEAD) == [(1, "gradient", "skipped")]
     (event,) = sick.events
@@ -188,7 +188,7 @@ def strike_runs(monkeypatch):
 
 
 @row(34)
-def test_a_retired_head_is_told_of_in_the_report_and_does_not_vote(settings, strike_runs):
+def test_a_retired_head_is_reported_and_does_not_vote(settings, strike_runs):
     strike_runs(set_gradient(math.nan))
     path = run(settings(max_steps=45))
     heads = metrics(path)["heads"]

@@ -56,7 +56,7 @@ def test_a_trunk_that_parts_share_keeps_its_statistics(affine, trained):
 
 
 @row(80)
-def test_what_a_generators_bad_batch_left_in_the_discriminator_is_put_back_at_once():
+def test_discriminator_buffers_are_restored_after_a_bad_generator_batch():
     torch.manual_seed(0)
     make = nn.Linear(4, 6)
     judge = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))

@@ -105,7 +105,7 @@ OTHER_VERSIONS = {  # by the field that is named
 
 @row(92, 165)
 @pytest.mark.parametrize("harm", [*MANIFESTS, *OTHER_VERSIONS])
-def test_a_manifest_with_a_fitting_checksum_that_says_what_cannot_be(folder, harm):
+def test_invalid_manifests_are_refused_despite_a_matching_checksum(folder, harm):
     path = folder / f"{NAME}.json"
     if harm == "brackets":
         path.write_text("[" * 100_000)
@@ -172,7 +172,7 @@ SHARDS = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested", "ignore:.*quantize")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("harm", SHARDS)
-def test_a_shard_with_a_fitting_checksum_that_holds_something_else(folder, harm):
+def test_invalid_shards_are_refused_despite_a_matching_checksum(folder, harm):
     path = folder / f"{NAME}_00000.pt"
     shard = load_tensors(path)
     SHARDS[harm](shard)
@@ -231,7 +231,7 @@ def test_a_zip_that_is_larger_inside_is_refused_before_it_is_inflated(tmp_path, 
 
 
 @row(167)
-def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train_py, caplog):
+def test_force_recompute_embeds_everything_each_time(settings, train_py, caplog):
     run(settings())
     folder = Path(settings().embeddings_dir)
     for _ in range(2):

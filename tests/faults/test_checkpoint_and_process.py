@@ -85,7 +85,7 @@ def struck_by(number, step, command, folder, errors):
 
 @row(40)
 @pytest.mark.slow
-def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, tmp_path):
+def test_a_signal_leaves_a_checkpoint_and_the_command_to_resume(settings, tmp_path):
     """Stop at step 10, resume with the printed command, stop at step 20, and resume to the end."""
     path, errors = tmp_path / "runs" / "a run", tmp_path / "errors"
     command = [sys.executable, str(ROOT / "train.py"), *flags_of(settings(run_name="a run"))]
@@ -306,9 +306,7 @@ def test_a_run_folder_that_holds_something_is_never_overwritten(settings, train_
 @row(82)
 @pytest.mark.parametrize("name", ["weights", "votes", "projection.mean", "projection.scale"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_model_that_holds_what_is_not_finite_is_refused_by_the_tensors_name(
-    name, value, tmp_path
-):
+def test_a_model_with_nonfinite_values_is_refused_by_tensor_name(name, value, tmp_path):
     model = ClusterModel(6, 6, 4, 3, hidden_dim=10, bottleneck_dim=5)
     model.get_buffer(name).view(-1)[0] = value
     model.save_pretrained(tmp_path)

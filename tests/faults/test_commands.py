@@ -114,7 +114,7 @@ def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
 
 
 @row(99)
-def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_try(world, distill):
+def test_a_student_above_the_norm_threshold_stops_with_advice(world, distill):
     asked = world.settings(grad_norm_threshold=1e-6, run_name="a", max_steps=50)
     code, error = distill(asked)
     assert code == 3 and "--grad_norm_threshold None" in error and "--learning_rate" not in error
@@ -135,7 +135,7 @@ def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_tr
     ],
     ids=["exit", "a call", "UTF-16", "deep", "a folder"],
 )
-def test_a_settings_file_that_is_none_is_named_and_not_run(
+def test_an_invalid_settings_file_is_named_and_not_executed(
     settings, train_py, tmp_path, text, message, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -188,7 +188,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered)
 
 @row(152)
 @pytest.mark.parametrize("words", [["--help"], ["config", "train"], ["train", "--help-all"], ["x"]])
-def test_a_command_whose_reader_left_at_once_ends_as_ever(tmp_path, words):
+def test_a_command_with_a_closed_pipe_keeps_its_exit_code(tmp_path, words):
     reader, writer = os.pipe()
     os.close(reader)
     done = python(tmp_path, "-m", "ssl_kd", *words, stdout=writer, stderr=writer)

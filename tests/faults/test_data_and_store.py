@@ -122,7 +122,7 @@ def test_a_damaged_shard_is_named_and_rebuilt_alone(settings, train_py, harm):
 
 
 @row(6)
-def test_a_foreign_cache_is_replaced_only_when_told(settings, train_py, tmp_path):
+def test_a_foreign_cache_is_replaced_only_on_request(settings, train_py, tmp_path):
     cache(settings())
     folder = Path(settings().embeddings_dir)
     before = content(folder)
@@ -282,7 +282,7 @@ def test_few_samples_work(settings, tmp_path, digits, n, changes):
 
 @row(10)
 @pytest.mark.parametrize("n", [1, 5])
-def test_fewer_samples_than_clusters_says_what_is_needed(settings, tmp_path, digits, n, train_py):
+def test_fewer_samples_than_clusters_are_refused(settings, tmp_path, digits, n, train_py):
     few = settings(dataset=_features(tmp_path, digits, n), n_clusters=6)
     code, error = train_py(few)
     line = one_line(error)
@@ -295,7 +295,7 @@ def test_fewer_samples_than_clusters_says_what_is_needed(settings, tmp_path, dig
 
 
 @row(10)
-def test_no_sample_at_all_says_so(settings, tmp_path, train_py):
+def test_an_empty_data_set_is_refused(settings, tmp_path, train_py):
     (tmp_path / "images").mkdir()
     code, error = train_py(settings(dataset=str(tmp_path / "images"), n_clusters=2))
     assert code != 0 and "no image in" in one_line(error)
@@ -363,7 +363,7 @@ def test_code_in_a_users_file_is_refused(settings, train_py, tmp_path, place):
 
 
 @row(12)
-def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_path, caplog):
+def test_code_in_a_checkpoint_is_refused_and_the_previous_one_used(settings, tmp_path, caplog):
     whole = run(settings(run_name="whole"))
     again = shutil.copytree(whole, whole.parent / "again")
     (again / "metrics.json").unlink()
@@ -445,7 +445,7 @@ def test_finite_but_implausible_rows_are_reported_with_their_number(
 
 
 @row(85)
-def test_a_test_set_that_is_the_training_set_is_said(settings, digits, tmp_path, caplog):
+def test_a_test_set_equal_to_the_training_set_is_reported(settings, digits, tmp_path, caplog):
     x = digits[0][:64].reshape(64, -1)
     for name, rows in (("a", x), ("same", x), ("other", x[::-1])):
         np.savez(tmp_path / f"{name}.npz", features=rows)

@@ -88,14 +88,14 @@ def test_a_head_that_a_folder_names_is_not_imported(kind, evil, tmp_path, caplog
 
 @row(86)
 @pytest.mark.parametrize("name", ["os.PathLike", "ssl_kd.__main__.main", "ssl_kd.cli.Head", 5, []])
-def test_nothing_but_a_head_of_this_library_is_imported_unasked(name, tmp_path):
+def test_only_heads_of_this_library_are_imported_from_files(name, tmp_path):
     saved_model(tmp_path, name)
     with pytest.raises(ValueError, match="nothing was imported"):
         ClusterModel.from_pretrained(tmp_path)
 
 
 @row(86)
-def test_a_loss_that_a_folder_names_is_not_taken_over(tmp_path):
+def test_a_loss_named_in_a_folder_is_not_imported(tmp_path):
     saved_model(tmp_path, "ssl_kd.heads.TEMIHead")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"settings": {"LOSS": "a.B"}}))
@@ -129,7 +129,7 @@ def test_a_class_that_a_bundle_names_is_not_imported(what, evil, tmp_path, capfd
 
 
 @row(86)
-def test_a_replay_imports_the_head_that_it_is_given(tmp_path, capfd):
+def test_a_replay_imports_the_requested_head(tmp_path, capfd):
     path = bundle_file(tmp_path / "b.safetensors", head="lost.Head")
     assert cli.main(["replay", "--head", OWN, str(path)]) == 1  # it runs and finds no fault
     assert "the same step is healthy" in capfd.readouterr().out

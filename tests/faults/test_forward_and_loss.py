@@ -102,7 +102,7 @@ def test_a_nan_weight_never_reaches_a_checkpoint():
 @row(17)
 @pytest.mark.parametrize("loss", ["temi", "sharpened", SINKHORN])
 @pytest.mark.parametrize("how", ["none", "own", "mean"])
-def test_a_batch_goes_on_as_if_the_nan_sample_had_not_been_drawn(how, loss):
+def test_a_nan_sample_is_dropped_from_its_batch(how, loss):
     objective = {"instance_weight": how}
     if loss != "temi":
         objective |= {"loss": loss, "teacher_temp": 0.05}
@@ -134,7 +134,7 @@ def test_a_bad_sample_is_named_and_no_head_is_blamed(value):
 
 
 @row(20)
-def test_an_empty_cluster_in_training_is_finite_and_said_once(caplog, monkeypatch):
+def test_an_empty_cluster_is_finite_and_logged_once(caplog, monkeypatch):
     def strike(trainer, step):
         if step in (3, 5):
             trainer.state.marginal[SICK] = torch.tensor([0.5, 0.5, 0.0, 0.0])

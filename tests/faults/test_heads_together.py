@@ -111,7 +111,7 @@ def test_with_the_mean_all_stop_at_the_same_step(settings):
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, number):
+def test_a_signal_to_torchrun_leaves_a_checkpoint_soon(settings, number):
     changes = settings("a", max_steps=10**6)
     path = folder_of(changes)
     with subprocess.Popen(command(2, changes), stderr=subprocess.PIPE, **HERE) as process:
@@ -139,7 +139,7 @@ def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, num
 
 
 @row(103)
-def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
+def test_a_faulty_head_of_another_rank_is_reported_as_by_one_process(settings):
     changes = {"n_heads": 6}
     faults = (spoil, (1, 4, 5), (7, 16)), (spoil, (5,), range(20, 30)), (restoring_after, 4)
     one = alone(settings, *faults, **changes)
@@ -186,7 +186,7 @@ def test_a_rank_extends_no_run(settings, monkeypatch):
 
 
 @row(106)
-def test_what_rank_0_cannot_find_ends_all(settings):
+def test_a_missing_file_on_rank_0_ends_all_ranks(settings):
     results = run_joined(work, 2, settings("a", dataset="/no/such/file.npz"))
     assert results[0][2] == results[1][2] != 0
     assert "stopped with rank 0" in results[1][1] and "/no/such/file.npz" in results[1][1]

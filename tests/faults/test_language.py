@@ -162,7 +162,7 @@ def _named(step, n=ROWS):
 
 
 @row(26)
-def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypatch):
+def test_a_term_that_stays_out_is_explained_and_training_continues(monkeypatch):
     monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 3)
     teacher = make_model(seed=2)
     hit = Struck(teacher.model.norm)
@@ -286,7 +286,7 @@ def test_a_nan_gate_or_expert_is_named_and_leaves_the_cross_entropy_to_train_alo
 
 @row(54)
 @pytest.mark.parametrize("stage", ["loss", "gradient"])
-def test_a_nan_in_the_routers_own_step_leaves_it_untouched_and_nothing_else(stage):
+def test_a_nan_in_the_router_step_leaves_only_the_router_unchanged(stage):
     """Corrupt only the pass with gradients: the router's step, not the teacher's output."""
     model, source, asked = _mixture("sar")
     on = []
@@ -386,7 +386,7 @@ def test_a_nan_in_one_group_takes_its_row_out_of_the_divergence_alone(how, two_t
 
 @row(56)
 @every_alignment
-def test_what_the_teacher_says_outside_every_group_changes_no_bit(how, two_tokenizers):
+def test_teacher_logits_outside_all_groups_change_no_bit(how, two_tokenizers):
     """Corrupt the last token of a row, which predicts nothing."""
     rows = two_tokenizers[0]
     last = int((rows.teacher.documents[_rows_of(3, len(rows))[0]] > 0).sum()) - 1
@@ -521,7 +521,7 @@ def test_a_vocabulary_that_is_only_padded_is_the_same(world):
 
 
 @row(53)
-def test_clamps_whose_gradient_is_zero_everywhere_are_refused_with_what_they_allow(world, distill):
+def test_clamps_with_zero_gradient_everywhere_are_refused(world, distill):
     with pytest.raises(
         ValueError, match=r"no perplexity below 340 .* makes the loss the constant 5"
     ):
@@ -535,7 +535,7 @@ def test_clamps_whose_gradient_is_zero_everywhere_are_refused_with_what_they_all
 
 
 @row(53)
-def test_a_clamp_that_can_learn_says_what_it_costs(world, caplog):
+def test_a_usable_clamp_logs_its_cost(world, caplog):
     caplog.set_level("WARNING", "ssl_kd")
     path = run(world.settings(legacy_clamp="2.5"))
     lowest = LegacyClamp(2.5).lowest_perplexity(len(world.tokenizer))
@@ -602,7 +602,7 @@ def test_adapters_whose_base_is_gone_name_it(world, distill, who):
 
 
 @row(64)
-def test_lines_that_are_no_example_are_named_and_the_others_train_as_without_them(world):
+def test_invalid_lines_are_named_and_the_others_train_alone(world):
     good = [{"text": text} for text in sentences()]
     bad = {
         3: "{'text': 'single quotes'}",
@@ -933,7 +933,7 @@ def _without(rows, start, stop):
 
 
 @row(69)
-def test_a_router_that_only_imitates_is_stopped_and_the_rest_goes_on(monkeypatch):
+def test_a_failing_imitating_router_is_stopped_alone(monkeypatch):
     monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 0.02)
     _, source, asked = _mixture("sar", router_lr=1.0)
     found = taught(source=source, steps=8, **asked)
@@ -962,7 +962,7 @@ ROUTER_FILES = {
 
 
 @row(70)
-def test_a_router_file_that_does_not_fit_is_refused_with_what_differs(world, distill):
+def test_a_router_file_that_does_not_fit_is_refused_with_its_differences(world, distill):
     asked = _asked(world, RUNS["a router that learns"], max_steps=2)
     file = run(asked.replace(run_name="learned")) / "router.safetensors"
     assert metrics(run(asked.replace(run_name="fits", router_weights=str(file))))["steps"] == 2
@@ -989,7 +989,7 @@ def test_a_router_file_that_does_not_fit_is_refused_with_what_differs(world, dis
 
 @row(71)
 @pytest.mark.parametrize("mode", ["all", "ka", "sar"])
-def test_a_dense_teacher_is_refused_where_experts_are_asked_for(world, distill, mode):
+def test_router_modes_refuse_a_dense_teacher(world, distill, mode):
     code, error = distill(world.settings(router_mode=mode))
     line = one_line(error)
     assert code in (1, 2) and "LlamaForCausalLM has no router" in line and "'native'" in line

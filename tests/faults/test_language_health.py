@@ -179,7 +179,7 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
 
 
 @row(77)
-def test_where_it_goes_on_the_steps_of_each_term_are_counted(world, capsys):
+def test_steps_of_each_term_are_counted_when_training_continues(world, capsys):
     path = run(world.settings(teacher_model=str(world.sick)))
     learned = metrics(path)["learned_from"]
     actions = [event["action"] for event in events(path)]
@@ -256,7 +256,7 @@ def test_adapters_of_themselves_are_refused(world, distill, who, through):
 @pytest.mark.parametrize(
     "content", ["[" * 10**5, "{", "[]", '{"base_model_name_or_path": 5}', "\ufeff\xff", "9" * 5000]
 )
-def test_a_configuration_of_adapters_that_is_none_is_one_line(tmp_path, content):
+def test_an_invalid_adapter_configuration_is_one_line(tmp_path, content):
     (tmp_path / "adapter_config.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match="adapter_config.json cannot be used .*: set base_model_"):
         load_causal_lm(tmp_path)

@@ -112,7 +112,7 @@ def test_a_rank_that_dies_ends_the_other(settings):
 
 @row(102)
 @pytest.mark.slow
-def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
+def test_sigterm_to_torchrun_leaves_a_checkpoint(settings):
     long = settings(run_name="long", max_steps=100_000, eval_every=100_000, checkpoint_every=50_000)
     process = torchrun("distill.py", *flags_of(long))
     metrics_file = Path(long.runs_dir) / "long" / "metrics.jsonl"
@@ -150,7 +150,7 @@ def test_a_router_that_several_ranks_would_train_is_refused(settings):
         ["verify"],
     ],
 )
-def test_what_ranks_cannot_share_is_refused_with_one_line(words, script, monkeypatch, capfd):
+def test_settings_that_ranks_cannot_share_are_refused(words, script, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     if words == ["verify"]:

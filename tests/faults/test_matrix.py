@@ -32,7 +32,7 @@ def test_every_kind_of_fault_has_a_row():
     assert all(line.replace(r"\|", "").count("|") == 6 for line in table)
 
 
-def test_the_page_begins_as_the_generator_says():
+def test_the_page_starts_with_the_generated_text():
     page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
     head = "\n".join(itertools.islice(lines(Results(), markdown=True), 3))
     assert page.startswith(head) and head.startswith("# The fault matrix\n")

@@ -94,7 +94,7 @@ def stop_and_go_on(rank, folder, die_at):
 
 
 @row(47)
-def test_a_killed_rank_ends_the_others_and_all_go_on_from_the_last_checkpoint(tmp_path):
+def test_a_killed_rank_ends_all_and_a_resume_uses_the_last_checkpoint(tmp_path):
     (tmp_path / "straight").mkdir()
     straight = agreed(run_ranks(stop_and_go_on, 2, tmp_path / "straight", None))
     (seconds, words), dead = run_ranks(stop_and_go_on, 2, tmp_path, 3)

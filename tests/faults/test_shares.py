@@ -53,7 +53,7 @@ def test_of_two_that_compute_the_same_shard_the_first_counts(tmp_path):
 
 
 @row(111)
-def test_one_of_another_cache_neither_mixes_nor_goes_on(tmp_path):
+def test_shares_of_different_caches_do_not_mix(tmp_path):
     other = replace(FINGERPRINT, teacher="other")
     old = writer(tmp_path, slice(0, 2))
     fill(old, most=1)

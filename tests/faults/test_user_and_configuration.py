@@ -46,7 +46,7 @@ def test_every_misspelt_setting_is_answered_with_the_nearest_name(train_py, tmp_
 
 @row(48)
 @pytest.mark.parametrize("name", RULES)
-def test_a_value_of_the_wrong_kind_or_range_is_refused_with_what_is_allowed(name, tmp_path):
+def test_a_value_of_wrong_type_or_range_is_refused_with_the_allowed_ones(name, tmp_path):
     kind, optional, rule = RULES[name]
     wrong = [[1], {"a": 1}, b"x"] + ([] if optional else [None])
     wrong += {bool: ["True", 1, 0.5], int: [1.5, "1", True], float: ["1", True], str: [1, ""]}[kind]
@@ -74,7 +74,7 @@ def test_a_device_that_is_not_there_is_refused_before_any_work(settings, train_p
 
 
 @row(49)
-def test_a_real_run_in_half_precision_on_this_cpu_writes_what_it_used(settings):
+def test_a_half_precision_run_on_this_cpu_records_its_dtypes(settings):
     path = run(settings(use_fp16=True, run_name="half"))
     asked = Precision.for_device("cpu", use_fp16=True)
     assert str(asked) in (path / "config.json").read_text()
@@ -243,7 +243,7 @@ OWN = {
         ("fails when run", "Head fails on embeddings [2, 64]: RuntimeError"),
     ],
 )
-def test_a_head_that_is_none_is_refused_in_one_line(
+def test_an_invalid_head_is_refused_in_one_line(
     head, words, settings, train_py, tmp_path, monkeypatch
 ):
     if head in OWN:
@@ -271,9 +271,7 @@ def test_heads_that_do_not_fit_into_memory_are_refused_before_any_is_made(
 
 @row(84)
 @pytest.mark.parametrize("what", ["head", "loss"])
-def test_code_of_ones_own_that_has_changed_is_not_resumed_with(
-    what, settings, tmp_path, monkeypatch
-):
+def test_changed_custom_code_refuses_to_resume(what, settings, tmp_path, monkeypatch):
     base = {
         "head": "ssl_kd.heads import TEMIHead",
         "loss": "ssl_kd.vision.train.objectives import TEMI",
