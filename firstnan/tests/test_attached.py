@@ -226,7 +226,7 @@ def test_the_last_step_is_finished_when_the_process_ends(tmp_path):
     assert b"step 2, model" in python(tmp_path, "-c", code).stderr
 
 
-def test_what_is_no_optimizer_is_named():
+def test_other_objects_than_optimizers_are_named():
     for wrong in (None, {"a": 1}, [torch.zeros(1)]):
         with pytest.raises(TypeError, match="list of them; got a (NoneType|dict|Tensor)"):
             Guard(nn.Linear(1, 1), wrong)

@@ -48,7 +48,7 @@ def test_a_buffer_of_any_dtype_is_seen_by_its_name_and_put_back(dtype, value):
     assert healed(watched) == "1.b" and model[1].b is None
 
 
-def test_what_was_not_finite_to_begin_with_is_as_it_should_be():
+def test_initially_nonfinite_buffers_are_accepted():
     mask, low = torch.full((2, 2), -math.inf).triu(1), torch.tensor(math.inf)
     module = holder(mask=mask, low=low, sentinel=torch.tensor(math.nan))
     watched = buffers(module)
@@ -62,7 +62,7 @@ def test_what_was_not_finite_to_begin_with_is_as_it_should_be():
     assert healed(watched) == "mask" and module.mask[0, 0] == 0
 
 
-def test_what_no_norm_can_be_taken_of_is_left_alone():
+def test_buffers_without_a_norm_are_left_alone():
     sparse = torch.eye(2).to_sparse()
     tensors = {"f8": torch.ones(2).to(torch.float8_e4m3fn), "flags": torch.ones(2) > 0}
     module = holder(sparse=sparse, empty=torch.empty(0), **tensors)
@@ -70,7 +70,7 @@ def test_what_no_norm_can_be_taken_of_is_left_alone():
     assert healed(watched) == "" and not watched.spoiled()
 
 
-def test_a_guard_says_at_once_which_buffers_come_in_as_nan():
+def test_a_guard_names_buffers_that_start_as_nan():
     model = nn.BatchNorm1d(3)
     model.running_var[1] = math.nan
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -169,7 +169,7 @@ def test_a_hostile_bundle_with_the_right_hash_is_refused(folder, monkeypatch, en
         read(folder / "saved" / "step3.safetensors")
 
 
-def test_bad_words_of_replay_say_what_was_expected(folder, monkeypatch, capsys):
+def test_invalid_arguments_of_replay_name_the_expected_ones(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     for word, what in (("saved", "a folder, exp"), ("no", "not a file, exp"), ("net.py", "dam")):
         assert main([word]) == 2 and f"{word} is {what}" in capsys.readouterr().err

@@ -157,7 +157,7 @@ UNNAMED = {
 
 
 @pytest.mark.parametrize("kind", UNNAMED)
-def test_what_the_graph_does_not_show_is_not_named(kind):
+def test_operations_missing_from_the_graph_are_not_named(kind):
     assert found(UNNAMED[kind]) is None
 
 
@@ -170,7 +170,7 @@ def test_what_the_graph_does_not_show_is_not_named(kind):
         (lambda z: (z * 1e38 * z).square().mean(), False),  # an input is infinite
     ],
 )
-def test_a_note_says_that_a_value_may_have_been_bad_before(loss_of, is_certain):
+def test_a_note_mentions_values_that_may_have_been_bad_before(loss_of, is_certain):
     origin = found(loss_of)
     assert origin.is_certain == is_certain == ("was bad before" not in origin.note)
 
@@ -230,7 +230,7 @@ def test_the_gradients_are_those_without_reading():
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_guard_names_what_made_its_loss_bad(parts):
+def test_a_guard_names_the_operation_behind_a_bad_loss(parts):
     model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
     named = {"parts": {"a": model[0]}} if parts else {}
     guard = Guard(model, torch.optim.SGD(model.parameters()), locate=True, **named)

@@ -133,7 +133,7 @@ def test_a_threshold_out_of_range_is_named(name, value):
         Thresholds(**{name: value})
 
 
-def test_a_part_climbs_the_ladder_and_is_forgiven_after_a_while():
+def test_a_part_climbs_the_ladder_and_recovers():
     few = Thresholds(restore_after=2, forgive_after=4)
     health = Health.fresh(3)
     sick = torch.tensor([0, int(Stage.LOSS), 0], dtype=torch.int8)
@@ -166,7 +166,7 @@ def bad_steps(health, n, thresholds, which=None):
         health.record_(sick, torch.ones(len(sick)), thresholds)
 
 
-def test_exactly_as_many_parts_as_asked_for_are_enough_and_one_fewer_stops_the_run():
+def test_a_run_stops_below_the_minimum_of_healthy_parts():
     few, health = Thresholds(restore_after=2, min_parts=2), Health.fresh(4)
     for part in (0, 1):
         for _ in range(3):
@@ -199,7 +199,7 @@ def test_a_part_is_restored_in_time_where_stopping_would_take_longer():
 
 
 @pytest.mark.parametrize("begun_anew", [False, True])
-def test_a_part_begun_anew_is_judged_without_its_past(begun_anew):
+def test_a_reinitialized_part_is_judged_without_its_history(begun_anew):
     few, health = Thresholds(restore_after=2, forgive_after=99), Health.fresh(2)
     first = health.rows(slice(0, 1))
     feed(first, [1.0] * 40, thresholds=few)
@@ -227,7 +227,7 @@ def test_first_norms_that_fall_or_grow_quickly_are_all_healthy():
         assert set(feed(Health.fresh(1), norms)) == {Stage.HEALTHY}
 
 
-def test_a_beginning_that_was_small_costs_two_steps_and_no_more():
+def test_small_first_norms_cost_at_most_two_steps():
     """As at a saddle, which one step of Adam leaves however small the gradient was."""
     stages = feed(Health.fresh(1), [1e-9, 1.0, 1.1, 0.9, 1.0, 1.2, 1.0])
     assert stages == [Stage.HEALTHY, *[Stage.SPIKE] * 2, *[Stage.HEALTHY] * 4]

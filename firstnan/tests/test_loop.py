@@ -121,7 +121,7 @@ def test_a_healthy_loop_is_the_plain_loop_to_the_last_bit(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", ["nan input", "inf input", "nan gradient", "overflow"])
-def test_a_sick_step_changes_no_bit_and_the_next_goes_on(name, bad):
+def test_a_bad_step_changes_no_bit_and_training_continues(name, bad):
     guard = linear(OPTIMIZERS[name])
     weight = guard.model.weight
 
@@ -192,7 +192,7 @@ def test_accumulated_batches_are_one_step():
 
 @pytest.mark.parametrize("scaler", [False, True])
 @pytest.mark.parametrize("how", ["zero_grad", "discard"])
-def test_a_step_that_was_given_up_leaves_nothing_behind(scaler, how):
+def test_an_abandoned_step_leaves_nothing_behind(scaler, how):
     ends = []
     for spoils in ((), (NAN, 1.0)):
         guard = linear(scaler=scaler)
@@ -225,7 +225,7 @@ def test_a_backward_that_failed_halfway_leaves_nothing_behind():
     assert same(*ends)
 
 
-def test_a_batch_that_was_cut_out_is_not_one_that_was_given_up():
+def test_a_skipped_batch_is_not_an_abandoned_one():
     guard = heads(trunk=True)
     for discards in (False, True):
         for factor in (NAN, 1):  # nothing is left of the first, so there is no gradient
@@ -236,7 +236,7 @@ def test_a_batch_that_was_cut_out_is_not_one_that_was_given_up():
         assert guard.step() == ({"head 0", "shared"} if discards else {"shared"})
 
 
-def test_the_schedule_goes_on_through_sick_steps_without_a_warning():
+def test_the_schedule_advances_through_bad_steps_without_a_warning():
     guard = linear()
     schedule = torch.optim.lr_scheduler.LambdaLR(guard.optimizer, lambda number: 0.5**number)
     with warnings.catch_warnings():
@@ -334,7 +334,7 @@ def test_a_part_that_is_absent_is_not_dead():
     assert events_of(guard, "part", "stage") == [("head 2", "dead")]
 
 
-def test_a_sick_trunk_takes_back_its_own_statistics_only():
+def test_a_bad_trunk_restores_only_its_own_statistics():
     trunk, head = nn.BatchNorm1d(6), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
     model = nn.Sequential(trunk, head)
     guard = Guard(model, SGD(model.parameters()), {"head": head})
@@ -398,7 +398,7 @@ def run_terms(sick, by_hand=False):
     return guard
 
 
-def test_a_sick_term_is_cut_out_and_the_rest_goes_on_alone():
+def test_a_bad_term_is_left_out_and_the_others_train():
     sick = {2: "loss", 4: "gradient", 5: "both"}
     guard = run_terms(sick)
     assert same(all_bits(guard), all_bits(run_terms(sick, by_hand=True)))
@@ -449,7 +449,7 @@ def test_terms_may_come_from_different_tensors():
     assert moved == [True, True, True, True, False, False]
 
 
-def test_a_term_that_stays_sick_says_what_to_change():
+def test_a_term_that_stays_bad_names_the_settings_to_change():
     guard = linear()
     for number in range(25):
         step(guard, number, lambda loss: {"ce": loss, "kd": loss * NAN})
@@ -481,7 +481,7 @@ def test_a_term_may_be_a_constant():
 # -- float16 --------------------------------------------------------------------------------------
 
 
-def test_what_was_cut_out_is_not_an_overflow():
+def test_a_left_out_term_is_not_an_overflow():
     guard = linear(scaler=True)
     logits = guard.model(batch(0)[0])
     guard.backward({"kd": (logits * 0).norm(dim=0).sum().sqrt()}, through=logits)
@@ -597,7 +597,7 @@ def test_a_part_starts_again_with_new_weights_and_no_memory():
     assert guard.state_dict()["parts"]["head 1"]["good"] is None
 
 
-def test_what_cannot_be_re_initialised_is_retired_at_once():
+def test_a_part_without_reset_is_retired_at_once():
     rungs, _ = ladder(parts=lambda m: {k: v.parameters() for k, v in m.parts().items()})
     assert [number for number, _ in rungs] == [15, 25] and rungs[1][1].startswith("retired")
 
@@ -625,7 +625,7 @@ def test_a_cache_in_a_buffer_may_grow():
     assert step(guard, 0, spoil=NAN) == set() and model.cache.shape == (3,)
 
 
-def test_a_snapshot_is_never_taken_of_what_is_not_finite():
+def test_a_snapshot_holds_finite_values_only():
     model = nn.Embedding(4, 2)
     guard = Guard(model, ADAMW(model.parameters()), snapshot_every=1)
     for number in range(3):
@@ -639,7 +639,7 @@ def test_a_snapshot_is_never_taken_of_what_is_not_finite():
 
 @pytest.mark.parametrize("stop", [7, 12])
 @pytest.mark.parametrize("scaler", [False, True])
-def test_a_resumed_guard_goes_on_as_if_never_stopped(tmp_path, scaler, stop):
+def test_a_resumed_guard_equals_an_uninterrupted_one(tmp_path, scaler, stop):
     build = functools.partial(linear, ADAMW, snapshot_every=5, clip_grad=1.0, scaler=scaler)
 
     def run(guard, steps):
@@ -668,9 +668,7 @@ def test_a_resumed_guard_goes_on_as_if_never_stopped(tmp_path, scaler, stop):
     where=st.integers(0, 11),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_whatever_a_gradient_holds_the_weights_stay_finite_and_the_neighbour_exact(
-    value, where, dtype
-):
+def test_weights_stay_finite_for_any_gradient_and_other_parts_exact(value, where, dtype):
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(5, 2).to(dtype) for _ in range(2))
     guard = Guard(model, ADAMW(model.parameters()), {"a": model[0], "b": model[1]}, clip_grad=1.0)

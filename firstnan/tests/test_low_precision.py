@@ -31,7 +31,7 @@ def mx_block(values, element):
 
 
 @pytest.mark.parametrize("element", FLOAT8)
-def test_casts_keep_every_code_and_round_what_lies_between_to_even(element):
+def test_casts_keep_every_code_and_round_half_to_even(element):
     codes = torch.arange(256, dtype=torch.uint8).view(element).float()
     finite = codes[codes.isfinite()]  # with the largest among them the scale is 1
     middles = (finite.unique()[1:] + finite.unique()[:-1]) / 2

@@ -79,7 +79,7 @@ def test_a_sparse_tensor_may_be_named_and_is_followed(sparse):
     assert fault.poisoned == "weight" and found.cause == Cause.POISONED_WEIGHT
 
 
-def test_infinities_that_are_meant_are_no_fault():
+def test_intended_infinities_are_not_faults():
     scores, mask = torch.randn(4, 4, requires_grad=True), torch.ones(4, 4).tril().bool()
 
     def step():
@@ -127,7 +127,7 @@ def test_an_infinity_that_was_written_is_a_mask_only_if_it_looks_like_one(step, 
     ],
 )
 @fault(142)
-def test_a_mean_over_nothing_is_no_question_of_range(step):
+def test_a_mean_over_nothing_is_named_as_such(step):
     fault, found = look(step)
     assert found.cause == Cause.MASKED and "a mean over nothing" in found.words
     assert not any(facts.nans for facts in fault.inputs)
@@ -175,7 +175,7 @@ def test_a_temperature_is_not_blamed_for_a_zero_it_divided():
     assert found.cause == Cause.FP16_OVERFLOW and found.words.endswith("holds it up to 11.1")
 
 
-def test_weights_that_ran_away_and_one_that_was_hit_are_told_apart():
+def test_diverged_weights_and_a_single_corrupt_weight_are_distinguished():
     x = torch.randn(8, 4)
     away = torch.randn(4, 4) * 1e15
     _, found = look(lambda: (x @ away).pow(2).pow(2).sum(), **{"weight": away})
@@ -186,7 +186,7 @@ def test_weights_that_ran_away_and_one_that_was_hit_are_told_apart():
     assert found.cause == Cause.POISONED_WEIGHT and "1 of 16" in found.words
 
 
-def test_one_that_was_hit_among_zeros_stands_out_and_a_single_number_does_not():
+def test_a_corrupt_weight_among_zeros_is_an_outlier():
     bias = torch.zeros(16)
     bias[3] = 1e30
     _, found = look(lambda: bias.square().sum(), **{"weight": bias})
@@ -195,7 +195,7 @@ def test_one_that_was_hit_among_zeros_stands_out_and_a_single_number_does_not():
     assert TensorFacts.of(torch.zeros(4)).outliers == 0
 
 
-def test_nothing_is_said_of_a_healthy_step_and_anomaly_mode_is_given_back():
+def test_healthy_steps_are_silent_and_anomaly_mode_is_restored():
     assert look(lambda: torch.randn(3).sum()) == (None, None)
     assert not torch.is_anomaly_enabled()
 
@@ -229,7 +229,7 @@ def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
     assert (found.cause, found.words) == (Cause.DOMAIN, words)
 
 
-def test_the_square_of_a_zero_is_no_division():
+def test_the_gradient_of_a_squared_zero_is_not_a_division():
     _, found = look(lambda: (1e30 * torch.tensor([0.0, 1.0])).square().sum())
     assert (found.cause, found.words.partition(" went")[0]) == (
         Cause.LEARNING_RATE,
@@ -270,12 +270,12 @@ HALF = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
         (lambda: ROWS / ROWS.sin(), Cause.ZERO_DIVISOR, "0, at row 1; it comes from aten.sin"),
     ],
 )
-def test_the_cause_of_a_division_by_zero_is_what_the_divisor_is(step, cause, words):
+def test_the_cause_of_a_division_by_zero_is_its_divisor(step, cause, words):
     _, found = look(step, input=ROWS)
     assert (found.cause, words in found.words) == (cause, True), found
 
 
-def test_the_sum_of_weights_is_no_norm():
+def test_a_sum_of_weights_is_not_a_norm():
     w = torch.zeros(3, requires_grad=True)
     _, found = look(lambda: (w / w.sum()).sum(), weight=w)
     assert found.cause == Cause.ZERO_SUM and "softmax(w)" in found.remedy

@@ -47,7 +47,7 @@ def test_a_step_waits_once_and_once_more_where_losses_may_be_cut_out(of_step, op
     assert len(waits) == most and all(wait.startswith(READ) for wait in waits)
 
 
-def test_a_snapshot_asks_once_whether_all_parts_are_finite():
+def test_a_snapshot_checks_all_parts_with_one_wait():
     with fake_cuda() as device:
         with torch.device("cuda"):
             model = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))

@@ -51,7 +51,7 @@ def test_a_part_goes_back_with_its_moments_and_its_buffers():
     assert all(torch.equal(a, b) for a, b in zip(kept, model.buffers(), strict=True))
 
 
-def test_what_an_optimizer_remembers_beside_tensors_goes_back_too():
+def test_optimizer_state_without_tensors_is_restored():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = parts_of(model, optimizer)
@@ -101,7 +101,7 @@ def test_a_part_is_finite_only_with_its_moments_and_buffers():
         assert parts.finite() == [False], what
 
 
-def test_a_complex_parameter_that_is_not_trained_is_no_obstacle():
+def test_a_frozen_complex_parameter_is_accepted():
     model = nn.ParameterDict({"wave": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
     model["real"] = nn.Parameter(torch.ones(2))
     parts = parts_of(model, torch.optim.SGD([model["real"]], lr=0.1))

@@ -20,7 +20,7 @@ def test_the_operation_of_a_public_bug_is_named_with_its_cause(bug):
     assert is_right(bug, report) != (bug.thread in WRONG), report
 
 
-def test_the_page_of_public_bugs_says_what_the_guard_says():
+def test_the_page_of_public_bugs_matches_the_guard():
     """`python -m benchmarks.public_bugs` writes it."""
     page = PAGE.read_text(encoding="utf-8")
     assert len(BUGS) == 25 and all(page.count(f"\n| [{bug.thread}](") == 1 for bug in BUGS)

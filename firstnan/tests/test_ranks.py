@@ -221,7 +221,7 @@ def train_two_models(rank):
     return {**seen(generator, optimizers[0], guards[0]), "judge": other}
 
 
-def test_what_a_bad_batch_left_in_another_model_is_put_back_with_an_event_on_all():
+def test_all_ranks_restore_buffers_of_another_model_after_a_bad_batch():
     one = agreed(run_ranks(train_two_models, 2))
     assert "the loss is not finite on rank 1 of 2" in reasons(one)
     assert "running_mean, module.1.running_var on rank 1 of 2" in reasons(one["judge"])
@@ -313,7 +313,7 @@ def climb(rank):
     return train(rank, loop, 12, of_parts, thresholds=Thresholds(restore_after=2, forgive_after=3))
 
 
-def test_a_part_is_restored_reinitialized_and_retired_alike():
+def test_all_ranks_restore_reinitialize_and_retire_a_part():
     one = agreed(run_ranks(climb, 2))
     for action in ("restored", "re-initialized", "retired"):
         assert action in reasons(one), action
@@ -356,7 +356,7 @@ def die(rank, how):
 
 @row(47)
 @pytest.mark.parametrize("how", ["before", "hangs"])
-def test_a_rank_that_dies_or_hangs_ends_the_others_with_what_they_waited_for(how):
+def test_a_rank_that_dies_or_hangs_ends_the_others_with_the_pending_call(how):
     first, second = run_ranks(die, 2, how)
     assert second is None or how == "hangs"
     seconds, message = first
@@ -453,7 +453,7 @@ def train_sharded(rank, sharded, faults, steps=8):
 
 
 @in_pieces
-def test_under_fsdp2_all_is_as_under_ddp():
+def test_fsdp2_guards_match_ddp():
     bad = {(2, 1): ("b",), (4, 0): ("a", "b"), (5, 0): ("a", "b"), (7, 1): ("a",)}
     sharded = agreed(run_ranks(train_sharded, 2, True, bad))
     whole = agreed(run_ranks(train_sharded, 2, False, bad))

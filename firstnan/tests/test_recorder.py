@@ -48,26 +48,26 @@ def located(model, *inputs, loss=torch.mean, record=True):
         "behind a mask": ([Op(lambda x: x - math.inf), FINITE, LOG], 4, "output of 4"),
     }.values(),
 )
-def test_who_made_the_value_is_named_and_not_who_received_it(middle, module, place):
+def test_the_producer_of_a_value_is_named_not_its_receiver(middle, module, place):
     found = located(network(*middle))
     assert found.note.replace("Sequential.", "").startswith(f"the {place} was the first value")
     assert found.module == f"Sequential.{module}"
 
 
-def test_what_comes_from_outside_of_the_model_is_told_from_it():
+def test_values_from_outside_the_model_are_distinguished():
     assert located(network(), loss=lambda out: SQRT(out * 0).mean()).module is None
     assert located(network(), X * math.nan).module is None
     assert located(network(LOG), record=False).module is None
 
 
-def test_the_report_says_how_the_magnitude_grew_and_what_came_before():
+def test_the_report_shows_how_the_magnitude_grew():
     report = str(located(network(Op(lambda x: (9 * x).exp())), X / 9, X, X * 99))
     assert report.startswith("first bad  in Sequential.2, step 4\nbefore     input of Sequential:")
     first, second, last = report.split("magnitude  ")[1].split(" (last")[0].split(", ")
     assert float(first) < float(second) < float(last) == math.inf
 
 
-def test_integers_and_what_is_no_tensor_are_passed_over():
+def test_integers_and_other_objects_are_ignored():
     bad, good = torch.tensor([math.nan]), torch.ones(2)
     tree = ({"a": [bad, None]}, SimpleNamespace(b=[good], c=3), good.long(), "text", torch.empty(0))
     assert list(map(id, floating(tree))) == [id(bad), id(good)]

@@ -53,7 +53,7 @@ def test_every_step_of_every_part_is_counted_once_healthy_or_not():
     assert bench.recovery.counts[:, Stage.LOSS].tolist() == [0, 1, 0]
 
 
-def test_a_run_that_ends_says_whether_there_was_a_good_state():
+def test_a_stopped_run_reports_whether_it_had_a_good_state():
     ends = []
     for restore in (lambda part: 0, lambda part: None):
         bench = Bench()
@@ -89,14 +89,14 @@ def test_an_event_names_its_part_and_the_number_that_was_bad():
     assert event.part == "part 1" and math.isnan(event.value)
 
 
-def test_a_part_that_no_restored_state_helped_is_begun_anew_before_the_next_step():
+def test_a_part_is_reinitialized_when_restoring_does_not_help():
     bench = Bench()
     bench.health.streak[1], bench.health.restored[1] = 3, True
     ((event,), why) = bench.recovery.escalate(5, bench.thresholds)
     assert bench.begun == [(1, 6)] and event.action == "re-initialized" and not why
 
 
-def test_a_run_that_stops_puts_back_what_is_sick_and_nothing_else():
+def test_a_stopping_run_restores_only_faulty_parts():
     bench = Bench(Thresholds(restore_after=3, stop_after=2))
     bench.step(0, {0, 1, 2})
     bench.step(1, {0, 1, 2})

@@ -61,7 +61,7 @@ def run(monkeypatch, capsys):
     return started
 
 
-def test_a_healthy_script_prints_what_it_prints_without(tmp_path, run, capsys):
+def test_a_healthy_script_prints_the_same_with_firstnan(tmp_path, run, capsys):
     script = write(tmp_path)
     runpy.run_path(str(script), run_name="__main__")
     plain, guarded = capsys.readouterr().out, run("--record", script, "a")
@@ -78,7 +78,7 @@ def test_the_first_bad_step_names_the_operation_and_stops(tmp_path, run):
 
 
 @pytest.mark.parametrize(("on_bad", "finite"), [("skip", True), ("go-on", False)])
-def test_a_script_goes_on_without_the_step_or_with_it(tmp_path, run, on_bad, finite):
+def test_a_script_continues_with_or_without_the_bad_step(tmp_path, run, on_bad, finite):
     done = run("--on-bad", on_bad, write(tmp_path), "outside")
     assert done.returncode == 0 and ("bits nan" not in done.out) == finite
     expected = "step 3:\nfirst bad  aten.log, forward, outside of the model, step 3, all 6 rows\n"
@@ -101,7 +101,7 @@ def test_a_loss_that_stays_behind_is_seen_although_every_gradient_is_zero(tmp_pa
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_loss_scale_that_falls_is_no_fault_but_one_that_never_fits_is(tmp_path, run, fused):
+def test_a_falling_loss_scale_is_a_fault_only_if_it_never_fits(tmp_path, run, fused):
     loop = f"""
     import sys, torch
     from torch import nn
@@ -203,13 +203,13 @@ def test_a_foreign_script_is_read_right(tmp_path, run, body, expected):
     assert done.returncode == 3 and expected in done.err
 
 
-def test_a_run_that_stays_sick_goes_on_with_eight_reports(tmp_path, run):
+def test_a_run_that_stays_faulty_reports_eight_times(tmp_path, run):
     body = "for i in range(12): net(x).mean().backward(); sgd.step()"
     done = run("--on-bad", "go-on", write(tmp_path, loop=FOREIGN + body))
     assert done.returncode == 0 and done.err.count("first bad") == 8 and "finite: 12" in done.err
 
 
-def test_a_container_is_no_step_and_a_bad_closure_leaves_the_next_one_alone(tmp_path, run):
+def test_optimizer_containers_and_failing_closures_count_no_step(tmp_path, run):
     body = """
 from firstnan.tests.test_attached import Container
 lbfgs = torch.optim.LBFGS(other.parameters())
@@ -222,7 +222,7 @@ for y in (1.0, torch.nan, 1.0):
     assert done.returncode == 0
 
 
-def test_a_step_with_arguments_of_its_own_can_be_left_out(tmp_path, run):
+def test_a_step_with_extra_arguments_can_be_skipped(tmp_path, run):
     loop = """
     from firstnan.tests.test_attached import StackingMuon, nn, torch
     net = nn.Linear(4, 1, bias=False)

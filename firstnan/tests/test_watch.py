@@ -92,7 +92,7 @@ def test_a_model_may_return_an_object_that_holds_its_tensors():
     assert found.fault.backward and found.module == "Sequential.0.2"
 
 
-def test_what_lies_between_modules_belongs_to_the_one_around_it():
+def test_operations_between_modules_belong_to_the_parent():
     found = explain(network(Bypass()), X, lambda out: out["out"][0].mean())
     assert found.module == "Sequential.2" and found.fault.op == "aten.log"
 
@@ -103,7 +103,7 @@ def test_a_checkpointed_module_is_named_as_it_is_without():
         assert found.module == "Checkpointed.inner.2" and found.fault.op == "aten.log"
 
 
-def test_a_loss_outside_of_the_model_is_told_from_one_inside():
+def test_losses_inside_and_outside_the_model_are_distinguished():
     found = explain(network(nn.Linear(6, 2)), X, lambda out: (out * 0).log().sum())
     assert found.module is None and found.fault is None and "outputs are finite" in found.note
     assert "outside of the model" in found.headline
@@ -123,7 +123,7 @@ def test_a_pass_with_other_weights_is_repeated_with_them():
     assert watch.explain().fault.backward and watch.explain().module == "Sequential.1"
 
 
-def test_a_poisoned_weight_and_a_poisoned_row_are_told_apart():
+def test_a_poisoned_weight_and_a_poisoned_row_are_distinguished():
     model = network(nn.Linear(6, 2))
     bad = X.clone()
     bad[2, 1] = math.nan
@@ -214,7 +214,7 @@ def locate_on(rank):
     return [e.reason for e in guard.events.events if e.stage == "origin"]
 
 
-def test_every_rank_is_told_what_one_found():
+def test_every_rank_gets_the_finding_of_one():
     results = run_ranks(locate_on, 2)
     assert results[0] == results[1] and len(results[0]) == 1 and "rank 1" in results[0][0]
 
