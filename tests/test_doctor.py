@@ -32,7 +32,7 @@ def config(tmp_path, monkeypatch):
     return path
 
 
-def test_this_installation_is_sound(config, capsys):
+def test_this_installation_passes(config, capsys):
     assert doctor.installation(config) == 0
     text = capsys.readouterr().out
     assert "FAULT" not in text and "0 faults" in text
@@ -280,7 +280,7 @@ def test_a_row_that_goes_bad_at_run_time_is_named(cache, config, capsys, monkeyp
     assert "FAULT run: input batch: the embedding of row" in text and "sample 's" in text
 
 
-def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
+def test_settings_that_a_run_refuses_are_faults(cache, config, capsys):
     cache(torch.randn(40, 6))
     config.write_text(config.read_text() + "N_CLUSTERS = 50\n")
     code, text = ask(config, capsys)

@@ -83,7 +83,7 @@ def test_a_term_that_is_off_or_nan_does_not_agree(settings, monkeypatch):
         assert plain.agrees and not live.agrees
 
 
-def test_what_cannot_be_compared_is_refused_by_name(settings):
+def test_incomparable_models_are_refused_by_name(settings):
     for changes, message in (
         ({"teacher_cache": "cache", "router_mode": "all"}, "ROUTER_MODE 'all'"),
         ({"teacher_cache": "cache", "router_weights": "r"}, "ROUTER_WEIGHTS 'r'"),

@@ -66,7 +66,7 @@ LONG = ROOT / "docs" / "python.md"
         slow(LONG),
     ],
 )
-def test_python_of_a_page_runs_and_prints_what_it_says(path, request, tmp_path, monkeypatch):
+def test_python_of_a_page_runs_with_the_printed_output(path, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "".join(block.body for block in blocks(path, "python"))
     if "transformers" in code or "Distillation" in code:

@@ -38,7 +38,7 @@ def test_regret_is_behind_the_best_of_a_draw_and_averaged_over_draws():
     assert scores.n_incomplete == 1
 
 
-def test_a_variant_is_no_rival_of_the_other_methods():
+def test_variants_do_not_compete_with_other_methods():
     draw = rows("digits", kmeans=80, ssl_kd=70) + rows("digits", **{"ssl_kd, beta=0.5": 90})
     scores = Scores(draw)
     assert scores.regret("ssl_kd") == {"digits": 10}

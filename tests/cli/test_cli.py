@@ -169,7 +169,7 @@ WRONG = [
 ]
 
 
-def test_help_and_what_is_not_there_do_not_wait_for_torch(tmp_path):
+def test_help_and_missing_files_are_reported_before_torch_is_imported(tmp_path):
     for name in ("notes.txt", "runs/taken/config.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -299,7 +299,7 @@ def test_a_known_failure_is_one_line_and_a_code(code, capfd):
         assert "Traceback" not in err and "Errno" not in err
 
 
-def test_what_the_output_cannot_show_is_written_otherwise(tmp_path, monkeypatch):
+def test_unprintable_characters_are_escaped(tmp_path, monkeypatch):
     with open(tmp_path / "out", "w", encoding="ascii") as out:
         monkeypatch.setattr(sys, "stdout", out)
         assert guarded(lambda: print("später 犬") or 0) == 0
@@ -361,7 +361,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_a_command_is_given_wrongly_is_code_2(words, expected, tmp_path, monkeypatch, capfd):
+def test_invalid_arguments_exit_with_code_2(words, expected, tmp_path, monkeypatch, capfd):
     pytest.importorskip("transformers")
     (tmp_path / "full").write_text("a file")
     monkeypatch.chdir(tmp_path)
@@ -375,7 +375,7 @@ def test_what_a_command_is_given_wrongly_is_code_2(words, expected, tmp_path, mo
     assert not list(tmp_path.glob("runs/*"))
 
 
-def test_an_interrupted_run_says_how_to_go_on(run_that, tmp_path, monkeypatch, capfd):
+def test_an_interrupted_run_prints_the_command_to_resume(run_that, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my images").mkdir()
     run_that(raises(Interrupted(signal.SIGTERM, Path("runs/fast"))), ["--dataset", "my images"])
@@ -422,7 +422,7 @@ def _unpack():
     return one, two
 
 
-def test_a_failure_of_our_own_keeps_its_trace(run_that):
+def test_an_internal_error_keeps_its_traceback(run_that):
     with pytest.raises(ZeroDivisionError):
         run_that(raises(ZeroDivisionError()))
     with pytest.raises(ModuleNotFoundError):
@@ -467,7 +467,7 @@ def test_a_run_that_ended_before_its_report_gets_it_on_resume(run_that, tmp_path
     assert (path / "report.html").read_text() == page
 
 
-def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
+def test_ctrl_c_during_the_report_prints_the_command_to_resume(
     run_that, tmp_path, capfd, monkeypatch
 ):
     def stop(path):
@@ -591,7 +591,7 @@ def test_no_name_of_transformers_is_answered_by_a_guess(cls=LanguageSettings):
 
 
 @pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
-def test_what_is_said_in_place_of_a_foreign_name_names_settings(cls):
+def test_advice_for_foreign_names_names_settings(cls):
     for name, advice in cls.instead.items():
         assert name not in cls.aliases and name not in cls.rules()
         if name.endswith("_*"):  # a family of names

@@ -44,9 +44,7 @@ def test_help_lists_the_flags(script, name, words):
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "mixture") for name in SAR), ("train_sar_kd_stable", "dense")]
 )
-def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
-    script, house, tmp_path, caplog, name, kind
-):
+def test_sar_scripts_accept_older_flags(script, house, tmp_path, caplog, name, kind):
     words = "--model_dtype float32 --per_device_batch_size 1 --student_lr 1e-5 --router_lr 1e-3"
     words += " --temperature 2.0 --alpha_kd 0.1 --alpha_ce 0.9 --max_grad_norm 0.5 --save_steps 2"
     words += " --gradient_accumulation_steps 2 --seed 3"
@@ -62,7 +60,7 @@ def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
 
 
 @pytest.mark.parametrize("name", ["distill", *SAR])
-def test_what_a_user_gets_wrong_is_one_line(script, house, name):
+def test_user_errors_are_one_line(script, house, name):
     text = ["--data_path", str(house / "stories.jsonl"), "--device", "cpu", "--block_size", "32"]
     for words, code, message in (
         (["--techer_model", "x"], 2, "Did you mean --teacher_model?"),
@@ -90,7 +88,7 @@ def quantum(house, teacher="dense", student="dense"):
     ]
 
 
-def test_quantumbench_dry_run_says_what_it_does(script, house, tmp_path, caplog):
+def test_quantumbench_dry_run_describes_its_steps(script, house, tmp_path, caplog):
     code, out, err = script(
         "distill_quantumbench", *quantum(house), "--dry-run", "--fp16", "--alpha", 0.25
     )
@@ -176,7 +174,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_foreign_flags_are_answered_with_what_to_use(script, name):
+def test_foreign_flags_are_refused_with_ours(script, name):
     for words, message in (
         (["--logging_steps", 0], "LOG_EVERY is 0"),
         (["--num-train-epochs", 0], "EPOCHS is 0.0"),
