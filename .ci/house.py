@@ -1,6 +1,6 @@
-"""Print the rooms of ssl_kd and the explorer: floors from the contracts, contents from docstrings.
+"""Print what to read first and the rooms of the packages, with contents from docstrings.
 
-`python .ci/house.py --write` writes the tables into CONTRIBUTING.md.
+`python .ci/house.py --write` writes both into CONTRIBUTING.md.
 """
 
 import ast
@@ -16,7 +16,27 @@ except ModuleNotFoundError:  # Python 3.10; tomli comes with pytest there
 ROOT = Path(__file__).parents[1]
 PACKAGES = (ROOT / "ssl_kd", ROOT / "ssl_kd" / "core", ROOT / "explore" / "ssl_kd_explore")
 PRODUCTS = (ROOT / "ssl_kd" / "vision", ROOT / "ssl_kd" / "language")
-BEGIN, END = "<!-- rooms: python .ci/house.py --write -->\n", "<!-- end of rooms -->\n"
+# The order in which to read the part of each product that matters most.
+READ_FIRST = {
+    "ssl_kd/vision": """
+        train/objectives train/losses/mutual_information train/step train/rows train/pairs
+        train/convergence train/heads/temi train/heads/bank stages
+        graph/ensemble graph/spectral graph/layout graph/levels graph/criterion""",
+    "ssl_kd/language": """
+        losses/plain losses/divergences losses/token_distillation losses/token_terms
+        losses/cross_tokenizer losses/routing
+        train/objective train/step train/rows_left_out train/loop""",
+}
+
+
+def begin(name):
+    """Return the line before a part of CONTRIBUTING.md that this script writes."""
+    return f"<!-- {name}: python .ci/house.py --write -->\n"
+
+
+def end(name):
+    """Return the line after that part."""
+    return f"<!-- end of {name} -->\n"
 
 
 def summary(room, package):
@@ -25,6 +45,20 @@ def summary(room, package):
     file = file if file.exists() else package / f"{room}.py"
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return " ".join(re.split(r"\.(?:\s|$)|\n\n", text, maxsplit=1)[0].split())
+
+
+def first_reading():
+    """Return a table for each product: the files to read first, in order."""
+    parts = []
+    for package, names in READ_FIRST.items():
+        files = [ROOT / package / f"{name}.py" for name in names.split()]
+        n_lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        lines = [f"| `{package}`, about {round(n_lines, -2):,} lines | what it does |", "|---|---|"]
+        for name, file in zip(names.split(), files, strict=True):
+            contents = summary(file.stem, file.parent)
+            lines.append(f"| [`{name}.py`]({package}/{name}.py) | {contents} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
 
 
 def dotted(package):
@@ -59,15 +93,20 @@ def tables():
     return "\n".join([*map(table, PACKAGES), *map(product, PRODUCTS)])
 
 
+PARTS = {"reading": first_reading, "rooms": tables}
+
+
 def main(argv):
     """Print the tables, or write them into CONTRIBUTING.md."""
-    if "--write" in argv:
-        page = ROOT / "CONTRIBUTING.md"
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        page.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{after}", encoding="utf-8")
-    else:
-        print(tables(), end="")
+    page = ROOT / "CONTRIBUTING.md"
+    for name, make in PARTS.items():
+        if "--write" not in argv:
+            print(make())
+            continue
+        before, _, rest = page.read_text(encoding="utf-8").partition(begin(name))
+        after = rest.partition(end(name))[2]
+        text = f"{before}{begin(name)}\n{make()}\n{end(name)}{after}"
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ssl_kd.core.runs.folder import RunFolder
 from ssl_kd.vision import evaluate
 from ssl_kd.vision.assignments import SplitAssignments, write_assignments
 from ssl_kd.vision.cache import EmbeddingStore
-from ssl_kd.vision.evaluate.baselines import Baseline
+from ssl_kd.vision.evaluate.baselines import BASELINES, Baseline
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.graph import Ensemble
 from ssl_kd.vision.graph.ensemble import agreement, aligned, cluster_agreement
@@ -52,8 +52,9 @@ def judge(
         baselines = []
         if run_baselines:
             held_out: dict[str, Any] = {} if test is None else {"test_x": test.x}
-            methods = (evaluate.kmeans, evaluate.spectral)
-            baselines = [method(train.x, n_clusters, seed, **held_out) for method in methods]
+            baselines = [
+                method(train.x, n_clusters, seed, **held_out) for method in BASELINES.values()
+            ]
         context.progress("judge", n_stages - 1, n_stages, {"split": "baselines"})
 
         table, accuracies = [], []

@@ -14,13 +14,19 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PLACES = sorted(set(re.findall(r"`(\w[\w/]*\.py):([\w.]+)`", TEXT)))
 
 
+def without_counts(text):
+    """Numbers of lines change with each commit, and need not be written each time."""
+    return re.sub(r"about [\d,]+ lines", "lines", text)
+
+
 def test_the_table_of_rooms_is_that_of_the_contract_and_the_docstrings():
     spec = importlib.util.spec_from_file_location("house", ROOT / ".ci" / "house.py")
     assert spec is not None and spec.loader is not None
     house = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(house)
-    expected = f"{house.BEGIN}\n{house.tables()}\n{house.END}"
-    assert expected in TEXT, "run: python .ci/house.py --write"
+    for name, make in house.PARTS.items():
+        part = f"{house.begin(name)}\n{make()}\n{house.end(name)}"
+        assert without_counts(part) in without_counts(TEXT), "run: python .ci/house.py --write"
     for package in house.PACKAGES:
         rooms = {path.stem for path in package.glob("*.py")} - {"__init__"}
         rooms |= {path.parent.name for path in package.glob("*/__init__.py")}

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,3 +101,10 @@ def spectral(
         notes.append(f"fitted on {len(rows)} random samples; neighbors vote for all others")
     note = "; ".join(notes) or None
     return Baseline(name, clusters, held, note, time.perf_counter() - start)
+
+
+BASELINES: dict[str, Callable[..., Baseline]] = {
+    "k-means": kmeans,
+    "spectral clustering": spectral,
+}
+"""Name in the tables -> method, called with `x`, the number of clusters, a seed, and `test_x=`."""

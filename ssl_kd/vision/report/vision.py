@@ -9,6 +9,7 @@ from ssl_kd.core.pages import figures
 from ssl_kd.core.pages.wording import DASH, base_name, duration, facts, finite, number, percent
 from ssl_kd.vision.data.usage import counted
 from ssl_kd.vision.evaluate import METRICS, collapsed, effective_clusters
+from ssl_kd.vision.evaluate.baselines import BASELINES
 from ssl_kd.vision.report.curves import curve_text, head_curves
 from ssl_kd.vision.report.decided import Decided
 from ssl_kd.vision.report.gallery import Images, gallery
@@ -21,7 +22,6 @@ from ssl_kd.vision.report.tables import (
 )
 
 ANSWER = "consensus"
-BASELINES = ("k-means", "spectral clustering")
 BY_LABELS = "best head, chosen by labels"
 
 

@@ -15,6 +15,7 @@ from ssl_kd.vision.evaluate import (
     linear_probe,
     spectral,
 )
+from ssl_kd.vision.evaluate.baselines import BASELINES
 
 PIXELS, DIGITS = map(np.asarray, load_digits(return_X_y=True))
 X, Y, TEST_X, TEST_Y = PIXELS[:1437] / 16, DIGITS[:1437], PIXELS[1437:] / 16, DIGITS[1437:]
@@ -175,8 +176,13 @@ def test_a_map_of_values_whose_squares_overflow_float32(unit):
     assert np.isfinite(places).all() and np.ptp(places, axis=0).min() > 0.5
 
 
+def test_baselines_have_the_names_of_the_table():
+    for name, method in BASELINES.items():
+        assert method(X[:200], 10, 0, test_x=TEST_X).name == name
+
+
 @pytest.mark.parametrize("unit", [1e-30, 1e30])
-@pytest.mark.parametrize("method", [kmeans, spectral])
+@pytest.mark.parametrize("method", BASELINES.values())
 def test_baselines_do_not_depend_on_the_unit(method, unit):
     found = [method(X[:300] * u, 10, test_x=TEST_X[:60] * u) for u in (1.0, unit)]
     assert accuracy(found[0].clusters, found[1].clusters) > 0.98
