@@ -1,4 +1,4 @@
-"""Spare tests what is equal in each of their runs and takes most of a tiny one."""
+"""Reuse results that many tests compute from equal inputs."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Where a package of an extra is not installed, what needs it names the extra that brings it."""
+"""A missing package is reported with the extra that installs it."""
 
 import importlib
 import importlib.util

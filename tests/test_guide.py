@@ -1,4 +1,4 @@
-"""What README and the pages show can be typed: Python runs, commands and flags exist."""
+"""Code, commands and flags on the README and the pages work as printed."""
 
 import json
 import pkgutil

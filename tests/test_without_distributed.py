@@ -1,4 +1,4 @@
-"""A torch that was built without `torch.distributed`, like some from conda and for Windows."""
+"""Training with a torch that was built without `torch.distributed`, as some for Windows."""
 
 import json
 import os

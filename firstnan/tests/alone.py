@@ -1,4 +1,4 @@
-"""Run the guard with torch and its dependencies only: python alone.py FROM [words of Python's].
+"""Run the guard with torch and its dependencies only: python alone.py FROM [python arguments].
 
 FROM is the folder that contains `firstnan`. Without words, one guarded step is taken.
 """

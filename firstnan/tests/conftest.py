@@ -1,4 +1,4 @@
-"""Run these tests as those of `tests/`: seeded, and without those that this machine cannot run."""
+"""Seed these tests and skip those that this machine cannot run, as in `tests/`."""
 
 from tests.conftest import _seeded, pytest_collection_modifyitems
 

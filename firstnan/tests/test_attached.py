@@ -1,4 +1,4 @@
-"""`Guard(...).attach()`: one line guards a loop that nothing else in it knows of."""
+"""`Guard(...).attach()`: one line guards a loop that is otherwise unchanged."""
 
 import gc
 from typing import Any

@@ -1,4 +1,4 @@
-"""`Guard` around a plain loop: what is healthy keeps its bits, what is sick is left out."""
+"""`Guard` around a plain loop: healthy steps keep every bit, bad steps are skipped."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Emulated casts beside references from the specifications; what a report recommends, applied."""
+"""Emulated casts against references from the specifications; a report's advice, applied."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The microscope names the operation, the line and the cause, and leaves what is meant alone."""
+"""The microscope names the operation, the line and the cause, and ignores intended infinities."""
 
 import pytest
 import torch

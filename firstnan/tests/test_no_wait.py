@@ -1,4 +1,4 @@
-"""How often a guarded step waits for the device, on one that is not there."""
+"""Count how often a guarded step waits for the device, on a simulated one."""
 
 import pytest
 import torch

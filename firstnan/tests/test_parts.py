@@ -1,4 +1,4 @@
-"""Parts that are modules: their weights and buffers, and what a part goes back to."""
+"""Parts that are modules: their weights and buffers, and the state they are restored to."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What recovery reports of parts and does to them, on two numbers per part."""
+"""Recovery of parts: its reports and its actions, on two numbers per part."""
 
 import math
 

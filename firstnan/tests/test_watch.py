@@ -1,4 +1,4 @@
-"""The first operation whose result is not finite is named, in loops that know nothing of it."""
+"""The first operation with a nonfinite result is named, in loops that are unchanged."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The command line: flags over file over defaults, one line and a code for each known failure."""
+"""The command line: flags over file over defaults; a line and an exit code per known failure."""
 
 import dataclasses
 import errno

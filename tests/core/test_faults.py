@@ -1,4 +1,4 @@
-"""The words that ssl_kd adds to the guard: settings to change, and kinds of faults of its own."""
+"""What ssl_kd adds to the guard: settings to change, and its own kinds of faults."""
 
 from pathlib import Path
 

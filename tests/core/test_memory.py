@@ -1,4 +1,4 @@
-"""Memory that is free, and pages of mapped files, go back to the system."""
+"""Free memory and pages of mapped files are returned to the system."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The machinery of settings, on a small class of its own."""
+"""The machinery of settings, on a small example class."""
 
 from __future__ import annotations
 

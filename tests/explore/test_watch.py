@@ -1,4 +1,4 @@
-"""`ssl_kd watch`: rounds on a folder of digits, what stays, what drifts, what is refused, kills."""
+"""`ssl_kd watch`: rounds on a folder of digits, stable ids, drift, refused input, kills."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Settings by which runs fit into what people already have."""
+"""Settings that fit a run into existing tools and files."""
 
 import json
 import subprocess

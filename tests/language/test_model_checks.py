@@ -1,4 +1,4 @@
-"""A teacher of the student's family: the same ids, but for tokens that one side has added."""
+"""A teacher of the student's family: the same ids, except for tokens that one side added."""
 
 import copy
 import json

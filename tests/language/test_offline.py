@@ -1,4 +1,4 @@
-"""Students that learn from their own text: offline on-policy, and taught by themselves."""
+"""Students that learn from their own text: offline on-policy, and self-distillation."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Distilling models of images and text: what counts, what learns, and whole runs of them."""
+"""Distillation of image-text models: tokens with loss, trained weights, and whole runs."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What files tell of a run is checked before a model is loaded, trained or cached."""
+"""The files of a run are checked before a model is loaded, trained or cached."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Runs on prompts without a text, which a model continues, and on chats with a chosen template."""
+"""Runs on prompts without an answer, which a model continues, and on chats with a template."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Several ranks that train one student: what they leave is what one process leaves."""
+"""Several ranks train one student and leave the same run as one process."""
 
 import json
 import math

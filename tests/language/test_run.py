@@ -1,4 +1,4 @@
-"""The main job of the language mode, end to end on tiny models: what it leaves, and going on."""
+"""The main job of the language mode, end to end on tiny models: its files, and resuming."""
 
 import json
 import logging

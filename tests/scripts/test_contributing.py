@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md draws the house as it is: rooms, and functions that a batch passes through."""
+"""CONTRIBUTING.md lists the packages as they are, and functions that exist."""
 
 import ast
 import importlib.util

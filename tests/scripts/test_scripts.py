@@ -1,4 +1,4 @@
-"""Every script: its --help, a tiny real run, and one line for what a user gets wrong."""
+"""Every script: its --help, a tiny real run, and one line for each user error."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Who is in which cluster, of a few rows and of very many: the same in both formats."""
+"""Assignments of few rows and of very many, the same in both formats."""
 
 import csv
 

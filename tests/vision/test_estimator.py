@@ -1,4 +1,4 @@
-"""The estimator: scikit-learn's own checks, and what they leave out."""
+"""The estimator: scikit-learn's checks, and behavior beyond them."""
 
 import doctest
 import hashlib

@@ -1,4 +1,4 @@
-"""New samples for a finished run: what joins, what is offered, what is refused, and kill -9."""
+"""New samples for a finished run: joined, offered and refused ones, and kill -9."""
 
 import json
 import os

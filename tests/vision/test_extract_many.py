@@ -1,4 +1,4 @@
-"""Extraction by several processes: the bytes of one, whoever computes and whoever dies."""
+"""Extraction by several processes writes the bytes of one, even after kills."""
 
 import json
 import os

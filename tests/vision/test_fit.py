@@ -1,4 +1,4 @@
-"""The answer of many heads: formed without labels, unharmed by a collapsed head, calibrated."""
+"""The answer of many heads: formed without labels, robust to a collapsed head, calibrated."""
 
 import math
 

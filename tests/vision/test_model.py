@@ -1,4 +1,4 @@
-"""The model that a run leaves: votes of heads, in blocks, saved and loaded again."""
+"""The model of a run: votes of heads, in blocks, saved and loaded."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A step waits for no device, shown on a device that is not there."""
+"""A step never waits for the device, tested on a simulated one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How far out a sample lies: even over what was never seen, 1 beyond everything, whatever comes."""
+"""Outlier scores: uniform on unseen samples, 1 beyond all of them, defined for any input."""
 
 import pytest
 import torch

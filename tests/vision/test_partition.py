@@ -1,4 +1,4 @@
-"""The partition that heads learn: its graphs, and what becomes of it in a fit."""
+"""The partition that heads learn: its graphs, and its use in a fit."""
 
 from typing import Any
 

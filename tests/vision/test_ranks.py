@@ -1,4 +1,4 @@
-"""Heads over several processes: the bits of one, whatever happens to any of them."""
+"""Heads on several processes give the bits of one process, after any fault."""
 
 import collections
 import json

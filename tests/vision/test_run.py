@@ -1,4 +1,4 @@
-"""The main job end to end on 64 real digits: what it leaves, resuming, awkward data, no labels."""
+"""The main job end to end on 64 real digits: its files, resuming, odd and unlabeled data."""
 
 import csv
 import json

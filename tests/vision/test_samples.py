@@ -1,4 +1,4 @@
-"""A finished run, opened again: every sample, where it is and what it was computed from."""
+"""A finished run opened again: each sample with its place and its source."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The data of a run are found again by content, and nothing of changed data is used."""
+"""The data of a run are found again by content; changed data is refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What heads start from, when they go on by the loss, and which of them vote."""
+"""Stages of training: starting partitions, the switch to the loss, and the voting heads."""
 
 from collections import Counter
 from typing import Any

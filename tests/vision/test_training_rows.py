@@ -1,4 +1,4 @@
-"""The rows of the neighbor graph: all, or enough of many for each cluster."""
+"""The rows of the neighbor graph: all, or a sample large enough for each cluster."""
 
 import pytest
 import torch

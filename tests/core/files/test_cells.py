@@ -1,4 +1,4 @@
-"""Cells and lines of names: no formula, no forged line, and every name comes back as it was."""
+"""Cells and lists of names: no formula, no forged line, and every name round-trips."""
 
 import csv
 import io

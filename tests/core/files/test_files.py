@@ -1,4 +1,4 @@
-"""Files are whole or absent, damage is named, nothing in them runs."""
+"""Files are whole or absent, damage is named, and no code in a file runs."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""One writer writes; its death frees the lock, whatever it leaves running."""
+"""One writer at a time; its death frees the lock, even if its children live on."""
 
 import errno
 import os

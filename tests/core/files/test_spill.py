@@ -1,4 +1,4 @@
-"""Text and tokens beyond what memory should hold lie in files, and are the same there."""
+"""Text and tokens beyond the memory limit are kept in files, with the same content."""
 
 import errno
 import io

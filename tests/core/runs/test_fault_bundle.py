@@ -1,4 +1,4 @@
-"""One small file per sick part: what goes in comes out, and limits hold."""
+"""One small file per bad part: round trips and size limits."""
 
 import math
 from dataclasses import asdict, replace

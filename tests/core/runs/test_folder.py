@@ -1,4 +1,4 @@
-"""The run folder is never overwritten unasked, locked, and resumed with the same settings."""
+"""The run folder is never overwritten, is locked, and is resumed with the same settings."""
 
 import errno
 import json

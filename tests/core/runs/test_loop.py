@@ -1,4 +1,4 @@
-"""The training loop: a checkpoint is waited for before the next, and where the loop ends."""
+"""The training loop waits for a checkpoint before the next one and at its end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Caches of embeddings that tests make up."""
+"""Make caches of embeddings for tests."""
 
 from pathlib import Path
 

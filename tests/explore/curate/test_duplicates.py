@@ -1,4 +1,4 @@
-"""Copies of samples: all that were put in, and none where there are none."""
+"""Copies of samples: all inserted ones are found, and no others."""
 
 import numpy as np
 import pytest

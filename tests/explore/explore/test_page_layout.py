@@ -1,4 +1,4 @@
-"""What people see of the page in a real Chromium: sizes, places, large pictures, own columns."""
+"""The page's layout in a real Chromium: sizes, positions, large pictures, custom columns."""
 
 import csv
 import shutil

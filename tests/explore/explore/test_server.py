@@ -1,4 +1,4 @@
-"""The server: what it serves, to whom, and what it refuses."""
+"""The server: which requests it serves, and which it refuses."""
 
 import http.client
 import io

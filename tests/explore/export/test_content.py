@@ -1,4 +1,4 @@
-"""What is exported of a run: a selection, after decisions; and what is refused."""
+"""Content of exports: a selection, after decisions; and refused input."""
 
 import itertools
 import json

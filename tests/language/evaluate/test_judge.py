@@ -1,4 +1,4 @@
-"""Judging language models: tiny real ones against what they say when asked directly."""
+"""Judging language models: tiny real ones against direct computations."""
 
 import json
 import math

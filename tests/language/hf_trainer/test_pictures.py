@@ -1,4 +1,4 @@
-"""The Trainer that distills, with batches of images: whoever makes them, the same losses."""
+"""The Trainer that distills batches of images: the same losses for any collator."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits: the same arithmetic as of the weights that these bits stand for."""
+"""Frozen weights in 4 bits: the arithmetic equals that of the dequantized weights."""
 
 import importlib.util
 

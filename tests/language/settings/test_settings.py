@@ -1,4 +1,4 @@
-"""Settings of the language mode: presets build, and what does not fit together is refused."""
+"""Settings of the language mode: presets build, and conflicting settings are refused."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Each number of a served teacher is checked; what may pass is retried."""
+"""Each number of a served teacher is checked; transient errors are retried."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Records with images: what they may look like, which tokens count, and what is refused."""
+"""Records with images: valid forms, tokens with loss, and refused input."""
 
 import base64
 from typing import Any

@@ -1,4 +1,4 @@
-"""Records in all their forms become examples, or messages that say why not."""
+"""Records in all their forms become examples, or messages with the reason."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Where the assistant's turns stand in what chat templates show; the templates are in a folder."""
+"""Locate the assistant's turns in rendered chats; the templates are in a folder."""
 
 import copy
 import json

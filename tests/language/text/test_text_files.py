@@ -1,4 +1,4 @@
-"""Files of every kind hold the same documents; one that is damaged is named."""
+"""Files of every format hold the same documents; a damaged one is named."""
 
 import csv
 import gzip

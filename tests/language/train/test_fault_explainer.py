@@ -1,4 +1,4 @@
-"""The explainer of a student's faults: what it names, when it looks, and what it records."""
+"""The explainer of a student's faults: its findings, when it runs, and what it records."""
 
 import math
 

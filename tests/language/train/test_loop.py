@@ -1,4 +1,4 @@
-"""The loop: which rows and learning rate a step has, what it logs, and going on after a stop."""
+"""The loop: the rows and learning rate of each step, its log, and resuming."""
 
 import copy
 import math

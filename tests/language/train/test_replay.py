@@ -1,4 +1,4 @@
-"""A recorded step of a student is run again and says what went wrong, or that nothing does."""
+"""A recorded step of a student is run again and explained, or found healthy."""
 
 import contextlib
 import json

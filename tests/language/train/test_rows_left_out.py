@@ -1,4 +1,4 @@
-"""A NaN in one row of a batch: what becomes of that row, and that nothing becomes of the others."""
+"""A NaN in one row of a batch costs that row alone."""
 
 import math
 from dataclasses import replace

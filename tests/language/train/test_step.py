@@ -1,4 +1,4 @@
-"""One guarded step: its numbers, what a sick term costs, and what a replay may not change."""
+"""One guarded step: its numbers, the cost of a bad term, and replays without side effects."""
 
 import math
 

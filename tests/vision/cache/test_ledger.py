@@ -1,4 +1,4 @@
-"""Several writers of one cache: any order, any overlap, any death; the bytes are those of one."""
+"""Several writers of one cache, in any order and after any kill, write the bytes of one."""
 
 import shutil
 import threading

@@ -1,4 +1,4 @@
-"""Exact neighbors: never the row itself, whatever the blocks."""
+"""Exact neighbors exclude the row itself, for any block size."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The store: what was written comes back, whatever happened to the writer, the disk or the file."""
+"""The store: rows round-trip, after failures of the writer, the disk or a file."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Which column of a table or file of arrays has the labels."""
+"""Find the label column of a table or of a file of arrays."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What partitions agree on, and what the ensemble answers on shapes that single families miss."""
+"""The consensus of partitions, and its answer on shapes that single families miss."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The number of clusters where it is plain, and how it is chosen where it is not."""
+"""The number of clusters: plain cases, and the choice in ambiguous ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Coordinates by eigenvectors: those of a dense solver, whatever components the graph has."""
+"""Spectral coordinates equal those of a dense solver, for any number of components."""
 
 import numpy as np
 import pytest

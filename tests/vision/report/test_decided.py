@@ -1,4 +1,4 @@
-"""The report after decisions, the command that writes it, and what the page shows first."""
+"""The report after decisions, and the command that writes it."""
 
 import hashlib
 import json

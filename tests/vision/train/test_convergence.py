@@ -1,4 +1,4 @@
-"""Training ends by what the heads tell of neighbors, and at the same step after a resume."""
+"""Training ends by the agreement of neighbors, and at the same step after a resume."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A loss of one's own: a class in a file of one's own, and its import path as LOSS."""
+"""Custom losses: a class in a user's file, with its import path as LOSS."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Which samples are drawn: allowed pairs, evenly, as a function of seed and step."""
+"""Sampled pairs: allowed ones, uniform, and a function of seed and step."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""All losses beyond half precision, and where a second derivative would be taken for 0."""
+"""All losses beyond half precision, and refused second derivatives."""
 
 import pytest
 import torch
