@@ -31,18 +31,18 @@ def main(words: list[str]) -> int:
     parser.add_argument("--fp16", action="store_true", help="half precision, on a GPU only")
 
     def read() -> LanguageSettings:
-        given, others = parser.parse_known_args(words)
-        if not 0 <= given.alpha <= 1:
-            raise SettingsError(f"--alpha is {given.alpha:g}, but must be a share, 0 to 1.")
+        args, flags = parser.parse_known_args(words)
+        if not 0 <= args.alpha <= 1:
+            raise SettingsError(f"--alpha is {args.alpha:g}, but must be a share, 0 to 1.")
         values = {
-            "teacher_model": given.teacher_model,
-            "student_model": given.student_model_name,
-            "data_path": given.data_path,
+            "teacher_model": args.teacher_model,
+            "student_model": args.student_model_name,
+            "data_path": args.data_path,
             "epochs": 3.0,
             "batch_size": 2,
             "learning_rate": 2e-5,
-            "alpha_kd": given.alpha,
-            "alpha_ce": 1 - given.alpha,
+            "alpha_kd": args.alpha,
+            "alpha_ce": 1 - args.alpha,
             "temperature": 3.0,
             "model_dtype": "float32",
             "warmup_fraction": 0.1,
@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
         }
         settings = read_settings(
             LanguageSettings,
-            others,
+            flags,
             CONFIG,
             prog=sys.argv[0],
             presets={"quantumbench": values},
@@ -65,9 +65,9 @@ def main(words: list[str]) -> int:
         from ssl_kd.language.train.step import precision_of
 
         device = precision_of(settings).device
-        if given.fp16 and device.type == "cuda":
+        if args.fp16 and device.type == "cuda":
             return settings.replace(model_dtype="float16")
-        if given.fp16:
+        if args.fp16:
             message = f"--fp16 has no effect on {device}, which computes in float32"
             print(f"ssl_kd: {message}", file=sys.stderr)
         return settings

@@ -39,29 +39,29 @@ SFT = {
 }
 
 
-def whole(word: str) -> int:
-    """A whole number from 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} came, expected a whole number from 1")
-    return int(word)
+def positive_int(text: str) -> int:
+    """Parse a whole number, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1, got {text!r}")
+    return int(text)
 
 
-def distance(word: str) -> float:
-    """A finite number from 0."""
+def tolerance(text: str) -> float:
+    """Parse a finite number, at least 0."""
     try:
-        if 0 <= (value := float(word)) < float("inf"):
+        if 0 <= (value := float(text)) < float("inf"):
             return value
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{word!r} came, expected a finite number from 0")
+    raise argparse.ArgumentTypeError(f"expected a finite number, at least 0, got {text!r}")
 
 
-def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
-    """The settings of a run that trains adapters by cross-entropy with the answers."""
-    values = {**SFT, "student_model": given.model, "data_path": given.data_path}
+def training_settings(args: argparse.Namespace, flags: list[str]) -> LanguageSettings:
+    """Return the settings of a run that trains adapters by cross-entropy with the answers."""
+    values = {**SFT, "student_model": args.model, "data_path": args.data_path}
     return read_settings(
         LanguageSettings,
-        others,
+        flags,
         CONFIG,
         prog=f"{sys.argv[0]} train",
         presets={"sft": values},
@@ -69,28 +69,28 @@ def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
     )
 
 
-def asked_split(given: argparse.Namespace) -> tuple[Literal["all", "test"], str]:
-    """Which questions of the data are asked, and in words.
+def chosen_split(args: argparse.Namespace) -> tuple[Literal["all", "test"], str]:
+    """Return the split of the data to test on, and its description.
 
-    Without --split all of them, or only those that the model's run held out where it was trained on
-    the others; that is read from the run's folder.
+    Without --split it is all of the data, or only the part that the model's run held out if it was
+    trained on the rest, according to the run's folder.
     """
-    if given.split is not None:
-        return given.split, "all of the data" if given.split == "all" else "its held-out part"
-    config = Path(given.model).parent / "config.json"  # of runs/NAME/student
+    if args.split is not None:
+        return args.split, "all of the data" if args.split == "all" else "its held-out part"
+    config = Path(args.model).parent / "config.json"  # of runs/NAME/student
     run = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    learned = run.get("settings", {})
-    if "DATA_PATH" not in learned:
+    trained_on = run.get("settings", {})
+    if "DATA_PATH" not in trained_on:
         return "all", "all of the data; whether the model was trained on it is not known"
-    if Path(learned["DATA_PATH"]).resolve() != Path(given.data_path).resolve():
+    if Path(trained_on["DATA_PATH"]).resolve() != Path(args.data_path).resolve():
         return "all", "all of the data, which is not what this model's run was trained on"
-    if learned.get("EVAL_PATH") is not None:
+    if trained_on.get("EVAL_PATH") is not None:
         return "all", "all of the data, ALL OF WHICH THIS MODEL'S RUN WAS TRAINED ON"
-    return "test", "the part of the data that this model's run held out; --split all asks all"
+    return "test", "the part of the data that this model's run held out; --split all takes all"
 
 
-def check_before_asking(given: argparse.Namespace, split: Literal["all", "test"]) -> Any:
-    """Check what files tell, before the model is loaded; return the questions and the device."""
+def check_files(args: argparse.Namespace, split: Literal["all", "test"]) -> Any:
+    """Check the files before the model is loaded; return the questions and the device."""
     from ssl_kd.core.precision import Precision
     from ssl_kd.language.evaluate.judge import has_questions
     from ssl_kd.language.models.causal import outline_causal_lm
@@ -99,18 +99,18 @@ def check_before_asking(given: argparse.Namespace, split: Literal["all", "test"]
 
     faults, device, questions, lm = Faults(), None, None, None
     with faults.of("--device"):
-        device = Precision.for_device(given.device).device
+        device = Precision.for_device(args.device).device
     with faults.of("--data-path"):
-        questions = open_text(given.data_path, split)
+        questions = open_text(args.data_path, split)
     with faults.of("--model"):
-        lm = outline_causal_lm(given.model)
+        lm = outline_causal_lm(args.model)
         if lm.model is not None:
             check_vocabulary(lm)
     if questions is not None and lm is not None:
         with faults.of("--data-path"):
             if not has_questions(questions.examples, lm.tokenizer):
                 raise SettingsError(
-                    f"{given.data_path} has no question whose answer is known: expected lines with"
+                    f"{args.data_path} has no question whose answer is known: expected lines with"
                     " prompt and completion (or question and answer), the second with"
                     " <answer>...</answer>."
                 )
@@ -118,8 +118,8 @@ def check_before_asking(given: argparse.Namespace, split: Literal["all", "test"]
     return questions, device
 
 
-def test(given: argparse.Namespace) -> int:
-    """Ask the questions, greedily, and print how many answers are right."""
+def test(args: argparse.Namespace) -> int:
+    """Answer the questions by greedy decoding, and print how many answers are right."""
     check_installed(["transformers"], "llm")
     import torch
 
@@ -129,34 +129,34 @@ def test(given: argparse.Namespace) -> int:
     from ssl_kd.language.models.frozen import FrozenTeacher
 
     refuse_ranks()
-    split, which = asked_split(given)
-    questions, device = check_before_asking(given, split)
+    split, description = chosen_split(args)
+    questions, device = check_files(args, split)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    lm = load_causal_lm(given.model)  # adapters are merged into their base, in float32
+    lm = load_causal_lm(args.model)  # adapters are merged into their base, in float32
     scores, _ = judge_answers(
         FrozenTeacher(lm.model, device=device, dtype=dtype).model,
         lm.tokenizer,
         questions.examples,
-        limit=given.limit,
-        batch_size=given.batch_size,
-        max_new_tokens=given.max_new_tokens,
-        last_number=given.last_number,
-        tolerance=given.tolerance,
+        limit=args.limit,
+        batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens,
+        last_number=args.last_number,
+        tolerance=args.tolerance,
     )
     assert scores.interval is not None  # there are questions
     low, high = scores.interval
     print(
         f"accuracy {scores.accuracy:.1%} ({scores.right} of {scores.n} questions; 95 % interval "
-        f"{low:.1%} to {high:.1%}), numbers equal within {given.tolerance:g} of their size\n"
+        f"{low:.1%} to {high:.1%}), numbers equal within {args.tolerance:g} of their size\n"
         f"answer rate {scores.answer_rate:.1%} ({scores.answered} of {scores.n} name an answer)\n"
-        f"asked: {which}\n"
+        f"questions: {description}\n"
         f"computed in {str(dtype).removeprefix('torch.')} on {device}"
     )
     return 0
 
 
 def main(words: list[str]) -> int:
-    """Do what the first word says."""
+    """Run the command named by the first argument."""
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="train takes every other setting of scripts/distill.py as a flag, too.",
@@ -177,23 +177,29 @@ def main(words: list[str]) -> int:
         choices=("all", "test"),
         help="of the data; default: test (held out) where the model was trained on the others",
     )
-    testing.add_argument("--limit", type=whole, help="questions asked at most; default: all")
-    testing.add_argument("--batch-size", type=whole, default=8, help="questions asked at once")
-    testing.add_argument("--max-new-tokens", type=whole, default=256, help="of an answer, at most")
-    testing.add_argument("--tolerance", type=distance, default=1e-4, help="relative, of numbers")
+    testing.add_argument(
+        "--limit", type=positive_int, help="number of questions at most; default: all"
+    )
+    testing.add_argument("--batch-size", type=positive_int, default=8, help="questions per batch")
+    testing.add_argument(
+        "--max-new-tokens", type=positive_int, default=256, help="of an answer, at most"
+    )
+    testing.add_argument("--tolerance", type=tolerance, default=1e-4, help="relative, of numbers")
     testing.add_argument(
         "--last-number", action="store_true", help="the last number counts where no answer is named"
     )
     testing.add_argument("--device", default="auto")
 
     def work() -> int:
-        given, others = parser.parse_known_args(words)
-        if given.job == "train":
-            return distill_as(lambda: train(given, others), [*program(sys.argv[0]), *words])
-        if others:
-            flags = ", ".join(f"--{name}" for name in vars(given) if name != "job")
-            raise SettingsError(f"There is no flag {others[0]} of test, which takes {flags}.")
-        return test(given)
+        args, flags = parser.parse_known_args(words)
+        if args.job == "train":
+            return distill_as(
+                lambda: training_settings(args, flags), [*program(sys.argv[0]), *words]
+            )
+        if flags:
+            known = ", ".join(f"--{name}" for name in vars(args) if name != "job")
+            raise SettingsError(f"There is no flag {flags[0]} of test, which takes {known}.")
+        return test(args)
 
     return guarded(work, memory=LANGUAGE_MEMORY)
 

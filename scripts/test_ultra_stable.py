@@ -1,7 +1,7 @@
-"""Is everything here, and does a whole tiny run work? `python scripts/test_ultra_stable.py` says.
+"""Check the installation and a whole tiny run: `python scripts/test_ultra_stable.py`.
 
-A small mixture of experts is made on the spot and distilled with its router learning from the
-student, by the preset `ultra_stable`. Nothing is fetched, and nothing is left behind.
+Distills a small random mixture of experts by the preset `ultra_stable`, with a router that learns
+from the student. Downloads nothing and leaves no files behind.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ TEXT = "A cat sat on the mat. A dog saw the cat, and the cat saw the dog. It was
 
 
 def installation() -> bool:
-    """Run the doctor; its table is printed where it found a fault."""
+    """Run the doctor, and print its table if it found a fault."""
     from ssl_kd.doctor import installation
 
     table = io.StringIO()
@@ -27,7 +27,7 @@ def installation() -> bool:
 
 
 def tiny_run(folder: Path) -> bool:
-    """Distill a mixture of experts for some steps, and look at what came of it."""
+    """Distill a mixture of experts for a few steps, and check the result."""
     import torch
     from safetensors.torch import load_file
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -68,14 +68,14 @@ def tiny_run(folder: Path) -> bool:
         "router_lr": 1e-3,
     }
     path = run(LanguageSettings(**{**PRESETS["ultra_stable"], **tiny}))
-    found = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+    metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
     before, routers = teacher.state_dict(), load_file(path / "router.safetensors")
     learned = sum(not torch.equal(router, before[name]) for name, router in routers.items())
     load_causal_lm(path / "student")
-    rows = {row["name"]: row["perplexity"] for row in found["table"]}
-    fine = found["success_rate"] == 1 and learned == len(routers)
+    rows = {row["name"]: row["perplexity"] for row in metrics["table"]}
+    fine = metrics["success_rate"] == 1 and learned == len(routers)
     print(
-        f"tiny run: {found['steps']} steps, {found['success_rate']:.0%} of them healthy; "
+        f"tiny run: {metrics['steps']} steps, {metrics['success_rate']:.0%} of them healthy; "
         f"{learned} of {len(routers)} router tensors learned; held-out perplexity "
         f"{rows['student before']:.4g} before, {rows['student']:.4g} after"
     )
@@ -83,14 +83,14 @@ def tiny_run(folder: Path) -> bool:
 
 
 def main() -> int:
-    """Both checks; 0 where all is well."""
+    """Run both checks; return 0 if they pass."""
     try:
         from ssl_kd.core.runs.ranks import refuse_ranks
 
         refuse_ranks()
         with tempfile.TemporaryDirectory() as folder:
             sound = installation() and tiny_run(Path(folder))
-    except Exception as error:  # whatever it is, the check has its answer
+    except Exception as error:  # any error is a failed check
         print(f"{type(error).__name__}: {error}")
         sound = False
     print("ultra_stable works here" if sound else "FAULT: see above")

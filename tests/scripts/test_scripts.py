@@ -72,9 +72,9 @@ def test_user_errors_are_one_line(script, house, name):
             "--align chunks or uld",
         ),
     ):
-        came, _, err = script(name, *words)
+        status, _, err = script(name, *words)
         last = err.strip().splitlines()[-1]
-        assert came == code and last.startswith("ssl_kd: ") and message in last, err
+        assert status == code and last.startswith("ssl_kd: ") and message in last, err
         assert "Traceback" not in err
 
 
@@ -160,7 +160,9 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     code, out, err = script(
         "sft_lora", "test", "--model", folder / "student", *data, *asked, "--split", "all"
     )
-    assert code == 0 and "of 5 questions; 95 % interval" in out and "asked: all of the data" in out
+    assert (
+        code == 0 and "of 5 questions; 95 % interval" in out and "questions: all of the data" in out
+    )
     assert "numbers equal within 0.0001 of their size" in out and "float32 on cpu" in out
 
 
@@ -217,16 +219,20 @@ def test_sft_refuses_in_one_line(script, house):
         (["test", "--model", house / "dense", *stories], 2, "<answer>...</answer>"),
         (["test", "--model", "./nowhere", *stories], 2, "folder nowhere does not exist"),
         (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits of"),
-        (["test", "--model", house / "dense", *stories, "--limit", -1], 2, "'-1' came, expected a"),
-        (["test", "--model", house / "dense", *stories, "--batch_size", 0], 2, "number from 1"),
-        (["test", "--model", house / "dense", *stories, "--tolerance", "nan"], 2, "from 0"),
+        (["test", "--model", house / "dense", *stories, "--limit", -1], 2, "at least 1, got '-1'"),
+        (
+            ["test", "--model", house / "dense", *stories, "--batch_size", 0],
+            2,
+            "at least 1, got '0'",
+        ),
+        (["test", "--model", house / "dense", *stories, "--tolerance", "nan"], 2, "at least 0"),
         (["train", "--model", house / "dense", *stories, "--epoch", 1], 2, "Did you mean --epochs"),
         (["test", "--model", "m", *stories, "--lr", 1], 2, "no flag --lr of test, which takes"),
         (["train", *stories], 2, "required: --model"),
         ([], 2, "required: job"),
     ):
-        came, _, err = script("sft_lora", *words)
-        assert came == code and message in err and len(err.strip().splitlines()) == 1, err
+        status, _, err = script("sft_lora", *words)
+        assert status == code and message in err and len(err.strip().splitlines()) == 1, err
 
 
 def test_sft_names_all_faults_before_the_model_is_loaded(script, house, monkeypatch):
