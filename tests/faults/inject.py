@@ -254,12 +254,12 @@ def in_forward(change, steps):
 
     def strike(trainer, step):
         bank = getattr(trainer.bank, "bank", trainer.bank)
-        trainer.bank = _Struck(bank, change) if step in steps else bank
+        trainer.bank = _FaultyBank(bank, change) if step in steps else bank
 
     return strike
 
 
-class _Struck:
+class _FaultyBank:
     """A bank that applies `change` to the students' logits."""
 
     def __init__(self, bank, change):

@@ -108,7 +108,7 @@ class ByHand(Distiller):
 
 
 @dataclass
-class Taught:
+class TrainedStudent:
     """A distiller, the result of each step, and the trained state before each step."""
 
     distiller: Distiller
@@ -145,7 +145,7 @@ def owned(distiller):
     return copy
 
 
-def taught(
+def trained_student(
     strike=lambda distiller, step: None,
     steps=6,
     rows=None,
@@ -160,7 +160,7 @@ def taught(
     student = make_model(seed=1) if student is None else student
     if source is None:
         source = Live(FrozenTeacher(teacher or make_model(seed=2)))
-    training = Taught(ByHand(student, options, precision, source))
+    training = TrainedStudent(ByHand(student, options, precision, source))
 
     def before_each():
         strike(training.distiller, len(training.before))
@@ -177,7 +177,7 @@ def taught(
     return training
 
 
-class Struck:
+class FaultyOutput:
     """Corrupts the output of a module, or its first tensor, while `on` is set.
 
     Args:
@@ -301,9 +301,9 @@ class World:
         save_student(model, tokenizer, folder, "A tiny model.")
         return folder
 
-    def spoilt(self, which, change):
+    def with_fault(self, which, change):
         """Copy a model folder, apply `change` to its tensors, and return the copy."""
-        return spoil(getattr(self, which), self.own / f"spoilt {which}", change)
+        return spoil(getattr(self, which), self.own / f"faulty {which}", change)
 
     def settings(self, **changes):
         """Return the settings of a fast run with changes."""

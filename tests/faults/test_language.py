@@ -69,7 +69,7 @@ from tests.faults.inject_language import (  # noqa: E402
     ROWS,
     UP,
     VOCABULARY,
-    Struck,
+    FaultyOutput,
     dataset,
     leave_out,
     make_model,
@@ -77,7 +77,7 @@ from tests.faults.inject_language import (  # noqa: E402
     owned,
     sentences,
     student_of,
-    taught,
+    trained_student,
     write_lines,
 )
 from tests.faults.matrix import row  # noqa: E402
@@ -100,16 +100,18 @@ def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
     rows = make_rows(4)
     empty = replace(rows, counts=rows.counts.clone())
     empty.counts[2:] = False
-    found = taught(steps=3, rows=empty, batch_size=4)
+    found = trained_student(steps=3, rows=empty, batch_size=4)
     assert not found.events and all(result.updated for result in found.results)
     assert {result.tokens for result in found.results} == {int(rows.counts[:2].sum())}
-    alone = taught(steps=3, rows=make_rows(2), batch_size=2)
+    alone = trained_student(steps=3, rows=make_rows(2), batch_size=2)
     for mine, theirs in zip(found.results, alone.results, strict=True):
         torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-5, atol=0)
 
     harmed = replace(empty, ids=empty.ids.clone())
     harmed.ids[2:] = 5  # any token
-    assert same(taught(steps=3, rows=harmed).owned(), taught(steps=3, rows=empty).owned())
+    assert same(
+        trained_student(steps=3, rows=harmed).owned(), trained_student(steps=3, rows=empty).owned()
+    )
 
 
 # --- terms of a step ------------------------------------------------------------------------------
@@ -122,10 +124,10 @@ KINDS = {
 }
 
 
-def _taught(strike, teacher, kind="Llama", lora=None, **settings):
+def _trained_student(strike, teacher, kind="Llama", lora=None, **settings):
     student = make_model(kind, seed=1)
     student = student if lora is None else add_lora(student, 4, **lora)
-    return taught(strike, student=student, teacher=teacher, **settings)
+    return trained_student(strike, student=student, teacher=teacher, **settings)
 
 
 @row(26)
@@ -134,10 +136,10 @@ def test_a_nan_divergence_leaves_the_cross_entropy_to_train_alone(options):
     batches, calls = options.get("gradient_accumulation_steps", 1), []
     teacher = make_model(seed=2)
     first_batch = lambda _: calls.append(1) or len(calls) % batches == 1 % batches  # noqa: E731
-    hit = Struck(teacher.model.norm, when=first_batch)
-    sick = _taught(hit.at(3), teacher, **options)
-    twin = _taught(leave_out("kd", steps={3}), make_model(seed=2), **options)
-    clean = _taught(leave_out(steps=()), make_model(seed=2), **options)
+    hit = FaultyOutput(teacher.model.norm, when=first_batch)
+    sick = _trained_student(hit.at(3), teacher, **options)
+    twin = _trained_student(leave_out("kd", steps={3}), make_model(seed=2), **options)
+    clean = _trained_student(leave_out(steps=()), make_model(seed=2), **options)
 
     assert sick.of("kd") == [
         (3, "loss", "cut out"),
@@ -165,8 +167,8 @@ def _named(step, n=ROWS):
 def test_a_term_that_stays_out_is_explained_and_training_continues(monkeypatch):
     monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 3)
     teacher = make_model(seed=2)
-    hit = Struck(teacher.model.norm)
-    sick = taught(hit.at(*range(2, 8)), steps=9, teacher=teacher)
+    hit = FaultyOutput(teacher.model.norm)
+    sick = trained_student(hit.at(*range(2, 8)), steps=9, teacher=teacher)
     actions = [action for _, stage, action in sick.of("kd") if stage == "loss"]
     assert [action.partition(":")[0] for action in actions] == [
         "cut out",
@@ -179,7 +181,7 @@ def test_a_term_that_stays_out_is_explained_and_training_continues(monkeypatch):
     ]
     assert "look for NaN" in actions[2]
     assert sick.events[-1].reason == "healthy again after 6 steps"
-    twin = taught(leave_out("kd", steps=range(2, 8)), steps=9)
+    twin = trained_student(leave_out("kd", steps=range(2, 8)), steps=9)
     assert same(sick.owned(), twin.owned()) and {e.part for e in sick.events} == {"kd"}
     assert len([e for e in sick.events if e.stage == "replay"]) == 1  # only the first time
 
@@ -188,8 +190,10 @@ def test_a_term_that_stays_out_is_explained_and_training_continues(monkeypatch):
 @pytest.mark.parametrize("lasting", [True, False], ids=["found again", "of one moment"])
 def test_without_a_finite_term_the_step_is_skipped_and_its_rows_named(lasting):
     calls, student = [], make_model(seed=1)
-    hit = Struck(student.model.norm, when=lambda _: calls.append(1) or lasting or len(calls) == 1)
-    sick = taught(hit.at(3), student=student)
+    hit = FaultyOutput(
+        student.model.norm, when=lambda _: calls.append(1) or lasting or len(calls) == 1
+    )
+    sick = trained_student(hit.at(3), student=student)
     assert [sick.of(part)[0] for part in ("ce", "kd", "model")] == [
         (3, "loss", "cut out"),
         (3, "loss", "cut out"),
@@ -202,7 +206,7 @@ def test_without_a_finite_term_the_step_is_skipped_and_its_rows_named(lasting):
         assert ("a second run of the same step is finite" in words) != lasting
     assert [result.updated for result in sick.results] == [i != 3 for i in range(6)]
     assert same(sick.owned(4), sick.owned(3))  # weights, moments, step counts
-    twin = taught(_idle_at(3))
+    twin = trained_student(_idle_at(3))
     assert same(sick.owned(), twin.owned())
 
 
@@ -268,9 +272,9 @@ def test_a_nan_gate_or_expert_is_named_and_leaves_the_cross_entropy_to_train_alo
 ):
     model, source, asked = _mixture(mode)
     name = f"model.layers.1.mlp.{weight}"
-    sick = taught(_patch(model.get_parameter(name), place), source=source, **asked)
+    sick = trained_student(_patch(model.get_parameter(name), place), source=source, **asked)
     _, source, _ = _mixture(mode)
-    twin = taught(_without_router(3, "kd"), source=source, **asked)
+    twin = trained_student(_without_router(3, "kd"), source=source, **asked)
     assert same(sick.owned(), twin.owned())
     assert [event for event in sick.of("kd") if event[1] == "loss"] == [
         (3, "loss", "cut out"),
@@ -309,9 +313,9 @@ def test_a_nan_in_the_router_step_leaves_only_the_router_unchanged(stage):
     def strike(distiller, step):
         on[:] = [1] if step == 3 else []
 
-    sick = taught(strike, source=source, **asked)
+    sick = trained_student(strike, source=source, **asked)
     _, source, _ = _mixture("sar")
-    twin = taught(_without_router(3), source=source, **asked)
+    twin = trained_student(_without_router(3), source=source, **asked)
     assert same(sick.owned(), twin.owned())
     (event,) = sick.events
     assert (event.step, event.part, event.stage, event.action) == (4, "router", stage, "skipped")
@@ -354,11 +358,11 @@ def _aligned(how, two, strike=lambda distiller, step: None, at=None, kinds=("Lla
     asked = {**FAST, "align": how, "divergence": "forward_kl"}
     teacher = make_model(kinds[1], seed=2, vocab_size=theirs)
     if at is not None:
-        strike = Struck(teacher.model.norm, (0, at)).at(3)
+        strike = FaultyOutput(teacher.model.norm, (0, at)).at(3)
     with torch.random.fork_rng():
         aligned = Aligned(Live(FrozenTeacher(teacher)), LanguageSettings(**asked))
     student = make_model(kinds[0], seed=1, vocab_size=mine)
-    return taught(strike, rows=rows, source=aligned, student=student, **asked)
+    return trained_student(strike, rows=rows, source=aligned, student=student, **asked)
 
 
 every_alignment = pytest.mark.parametrize("how", ["uld", "chunks"])
@@ -421,9 +425,9 @@ def _strike_of(hit, steps, seen):
 @row(58)
 def test_ten_steps_without_a_finite_term_end_in_the_last_good_state():
     student, seen = make_model(seed=1), {}
-    hit = Struck(student.model.norm)
+    hit = FaultyOutput(student.model.norm)
     with pytest.raises(TooFewHealthyParts, match="step 14: .*last 10") as stopped:
-        taught(_strike_of(hit, range(4, 99), seen), steps=99, student=student)
+        trained_student(_strike_of(hit, range(4, 99), seen), steps=99, student=student)
     assert "restored to its state before step 1" in str(stopped.value)
     weights = {k: v for k, v in owned(seen["distiller"]).items() if k.startswith("student")}
     assert same(weights, {k: v for k, v in seen[0].items() if k.startswith("student")})
@@ -434,9 +438,11 @@ def test_ten_steps_without_a_finite_term_end_in_the_last_good_state():
 def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on(monkeypatch):
     monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 4)
     student, seen = make_model(seed=1), {}
-    hit = Struck(student.model.norm)
+    hit = FaultyOutput(student.model.norm)
     patience = {"stop_after": PRESETS["ultra_stable"]["stop_after"]}
-    found = taught(_strike_of(hit, range(4, 8), seen), steps=12, student=student, **patience)
+    found = trained_student(
+        _strike_of(hit, range(4, 8), seen), steps=12, student=student, **patience
+    )
     (event,) = [e for e in found.events if e.stage == "escalation"]
     assert event.step == 8 and event.action.endswith("with a fresh optimizer")
     assert same(found.owned(8), found.owned(0))  # the first step starts without moments, too
@@ -491,7 +497,7 @@ def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind, float1
     teacher.model.norm.weight.data.fill_(150)
     frozen = FrozenTeacher(teacher, dtype=torch.float16)
     assert not teacher.lm_head(teacher.model(make_rows().ids[:4])[0]).isfinite().all()
-    found = taught(source=Live(frozen), precision=half, **HALF)
+    found = trained_student(source=Live(frozen), precision=half, **HALF)
     assert all(result.updated and 0 < result.kd < INF for result in found.results)
     assert not found.events
 
@@ -879,7 +885,7 @@ def test_killed_at_random_positions_the_student_is_the_uninterrupted_runs(world)
 def test_a_student_that_is_nan_only_when_it_writes_is_named_by_its_questions(world):
     """Inject the NaN at the second new token of the second question, with a KV cache."""
     lm, clean = load_causal_lm(world.student), load_causal_lm(world.student)
-    hit = Struck(lm.model.model.norm, (1,), when=lambda output: output.shape[1] == 1)
+    hit = FaultyOutput(lm.model.model.norm, (1,), when=lambda output: output.shape[1] == 1)
     hit.on = True
     examples = open_text(world.questions, "all").examples
     asked = {"limit": 4, "batch_size": 2, "max_new_tokens": 4}
@@ -903,7 +909,7 @@ def test_a_student_that_is_nan_only_when_it_writes_is_named_by_its_questions(wor
 def test_an_evaluation_batch_that_is_nan_is_left_out_and_named(who):
     rows, model, frozen = make_rows(32), make_model(seed=1), FrozenTeacher(make_model(seed=2))
     seen = []
-    hit = Struck(
+    hit = FaultyOutput(
         (model if who == "student" else frozen.model).model.norm,
         (2, 4),
         when=lambda output: len(output) == 8 and not seen.append(1) and len(seen) == 2,
@@ -936,7 +942,7 @@ def _without(rows, start, stop):
 def test_a_failing_imitating_router_is_stopped_alone(monkeypatch):
     monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 0.02)
     _, source, asked = _mixture("sar", router_lr=1.0)
-    found = taught(source=source, steps=8, **asked)
+    found = trained_student(source=source, steps=8, **asked)
     (event,) = found.events
     assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")
     assert "above 0.02" in event.reason and event.reason.startswith(_named(event.step - 1))
@@ -966,7 +972,7 @@ def test_a_router_file_that_does_not_fit_is_refused_with_its_differences(world, 
     asked = _asked(world, RUNS["a router that learns"], max_steps=2)
     file = run(asked.replace(run_name="learned")) / "router.safetensors"
     assert metrics(run(asked.replace(run_name="fits", router_weights=str(file))))["steps"] == 2
-    other_teacher = str(world.spoilt("mixture", _foreign))
+    other_teacher = str(world.with_fault("mixture", _foreign))
     place = world.own / "router.safetensors"
     for harm, message in ROUTER_FILES.items():
         place.unlink(missing_ok=True)

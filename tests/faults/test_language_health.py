@@ -61,7 +61,7 @@ def overflow(tensors):
 def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, changes):
     if "student_model" in changes:
         changes = changes | {"student_model": str(world.stranger)}
-    folder = world.spoilt("teacher", poison)
+    folder = world.with_fault("teacher", poison)
     code, error = distill(world.settings(teacher_model=str(folder), **changes))
     line = one_line(error)
     assert code == 2 and f"the output of the teacher {folder} on held-out text" in line
@@ -74,7 +74,7 @@ def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, cha
 @row(74)
 def test_a_nan_that_few_tokens_meet_is_found_where_text_is_judged(world, distill):
     token = world.tokenizer(world.questions.read_text().splitlines()[0]).input_ids[5]
-    folder = world.spoilt("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
+    folder = world.with_fault("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
     code, error = distill(world.settings(teacher_model=str(folder)))
     assert code == 2 and f"teacher weight {EMBEDDING} came in not finite" in one_line(error)
 
@@ -82,7 +82,8 @@ def test_a_nan_that_few_tokens_meet_is_found_where_text_is_judged(world, distill
 @row(74)
 def test_the_cache_of_such_a_teacher_is_refused_with_its_weight(world, tmp_path):
     asked = world.settings(
-        teacher_model=str(world.spoilt("teacher", poison)), teacher_cache=str(tmp_path / "cache")
+        teacher_model=str(world.with_fault("teacher", poison)),
+        teacher_cache=str(tmp_path / "cache"),
     )
     with pytest.raises(InputError, match=rf"is NaN .* teacher weight {UP} came in not finite"):
         cache_teacher(asked)
@@ -91,7 +92,7 @@ def test_the_cache_of_such_a_teacher_is_refused_with_its_weight(world, tmp_path)
 @row(74)
 def test_a_teacher_that_is_not_learned_from_may_be_sick(world):
     """Check that the teacher is still evaluated and its table row has no scores."""
-    folder = world.spoilt("teacher", poison)
+    folder = world.with_fault("teacher", poison)
     path = run(world.settings(teacher_model=str(folder), alpha_kd=0.0, alpha_ce=1.0))
     table = {line["name"]: line for line in metrics(path)["table"]}
     assert table["teacher"]["perplexity"] is None
@@ -111,7 +112,7 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
 
     monkeypatch.setattr("ssl_kd.core.precision.DeviceInfo.halves", lambda self: halves)
     monkeypatch.setattr("ssl_kd.language.run.precision_of", emulated)
-    folder = world.spoilt("teacher", overflow)
+    folder = world.with_fault("teacher", overflow)
     path = run(world.settings(teacher_model=str(folder), **HALF))
     used = "bfloat16" if bf16 else "float32"
     words = f"the teacher is not finite in float16, so it runs in {used}"
@@ -127,7 +128,7 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
 
 @row(75)
 def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(world, distill, float16_here):
-    folder = world.spoilt("teacher", poison)
+    folder = world.with_fault("teacher", poison)
     code, error = distill(world.settings(teacher_model=str(folder), **HALF))
     assert code == 2 and f"teacher weight {UP} came in not finite" in one_line(error)
     assert no_run(world.settings())
@@ -139,7 +140,7 @@ def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(world, distill, 
 @row(76)
 @pytest.mark.parametrize("changes", [{"max_steps": 2}, {"max_steps": 50}])
 def test_a_student_that_is_not_finite_is_refused(world, distill, changes):
-    folder = world.spoilt("student", poison)
+    folder = world.with_fault("student", poison)
     code, error = distill(world.settings(student_model=str(folder), **changes))
     line = one_line(error)
     assert code == 2 and f"the student {folder} has NaN or infinity before training" in line
@@ -167,7 +168,7 @@ def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill)
     text = world.own / "text.jsonl"
     text.write_text("".join(json.dumps(line) + "\n" for line in known * 8))
     token = world.tokenizer("~").input_ids[-1]
-    folder = world.spoilt("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
+    folder = world.with_fault("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
     asked = world.settings(teacher_model=str(folder), data_path=str(text), max_steps=30)
     code, error = distill(asked)
     assert code == 3

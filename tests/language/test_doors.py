@@ -21,7 +21,7 @@ def test_report_to_a_tracker(settings, monkeypatch):
     tracker.__spec__ = sys.__spec__
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     run(settings(report_to="wandb"))
-    assert tracker.begun["name"] == "a" and tracker.begun["config"]["REPORT_TO"] == "wandb"
+    assert tracker.started["name"] == "a" and tracker.started["config"]["REPORT_TO"] == "wandb"
     assert [step for step, row in tracker.rows if "train_loss" in row] == [2, 4, 6]
     assert [step for step, row in tracker.rows if "eval/perplexity" in row] == [3, 6]
     assert tracker.finished == 1

@@ -538,7 +538,7 @@ def test_shortened_prompts_and_broken_lines_are_counted_and_named(settings, tmp_
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def spoilt(monkeypatch, steps, spoil):
+def with_fault(monkeypatch, steps, spoil):
     """Before each of these steps of a run `spoil(distiller)` is called."""
     step = Distiller.step
 
@@ -555,7 +555,7 @@ def spoil_norm(distiller):
 
 
 def test_a_stopped_run_names_the_cause_and_the_settings_to_try(settings, tmp_path, monkeypatch):
-    spoilt(monkeypatch, range(1, 99), spoil_norm)
+    with_fault(monkeypatch, range(1, 99), spoil_norm)
     with pytest.raises(TooFewHealthyParts) as stopped:
         run(settings(stop_after=2))
     message = str(stopped.value)
@@ -584,7 +584,7 @@ def test_a_required_term_that_stays_out_ends_the_run(
     """With exit code 3, as a sick student; in ultra_stable with the patience of that preset."""
     monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 2)
     asked = settings(**patience, max_steps=8)
-    spoilt(monkeypatch, {1}, spoil_teacher)
+    with_fault(monkeypatch, {1}, spoil_teacher)
     with pytest.raises(
         TooFewHealthyParts, match=f"step {last + 1}: kd was cut out of each of"
     ) as end:

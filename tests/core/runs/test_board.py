@@ -16,12 +16,12 @@ class Tracker(types.ModuleType):
 
     def __init__(self, name, fault=None):
         super().__init__(name)
-        self.begun, self.rows, self.finished, self.fault = {}, [], 0, fault
+        self.started, self.rows, self.finished, self.fault = {}, [], 0, fault
 
     def init(self, **arguments):
         if self.fault:
             raise self.fault
-        self.begun = arguments
+        self.started = arguments
 
     def log(self, metrics, step=None):
         self.rows.append((step, metrics))
@@ -39,7 +39,7 @@ def test_a_tracker_gets_settings_and_numbers(tmp_path, monkeypatch, name):
         board.log(3, {"ce": 1.5, "kd": float("nan"), "per_head": [1.0, 3.0, float("inf")]})
         board.log(4, {"kd": float("inf")})
     own = {"id": "my-run", "dir": str(path)} if name == "wandb" else {}
-    assert tracker.begun == {
+    assert tracker.started == {
         "project": "ssl_kd",
         "name": "my-run",
         "config": {"SEED": 1},

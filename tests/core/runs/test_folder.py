@@ -28,7 +28,7 @@ def record(step):
     return {"step": step, "loss": [1.0, float("nan")], "grad_norm": [float("inf"), 2.0]}
 
 
-def begun(settings, step=4):
+def started(settings, step=4):
     """The folder of an interrupted run."""
     with RunFolder.open(settings) as folder:
         folder.write_config(settings, precision="cpu")
@@ -92,7 +92,7 @@ def test_a_full_disk_is_not_blamed_on_the_setting(settings, monkeypatch):
 
 
 def test_resume_takes_the_last_unfinished_run(settings):
-    paths = [begun(settings(run_name=name)) for name in ("c", "a", "b")]
+    paths = [started(settings(run_name=name)) for name in ("c", "a", "b")]
     for age, path in enumerate(paths):
         os.utime(path / "config.json", (1e9 + age, 1e9 + age))
     for file in ("metrics.json", "report.html"):
@@ -104,7 +104,7 @@ def test_resume_takes_the_last_unfinished_run(settings):
 
 
 def test_a_run_that_only_lacks_its_report_is_chosen_last(settings):
-    ended, begun_before = begun(settings(run_name="a")), begun(settings(run_name="b"))
+    ended, begun_before = started(settings(run_name="a")), started(settings(run_name="b"))
     (ended / "metrics.json").write_text("{}")
     os.utime(begun_before / "config.json", (1e9, 1e9))
     assert RunFolder.open(settings(resume=True)).path == begun_before
@@ -121,7 +121,7 @@ def test_a_run_that_only_lacks_its_report_is_chosen_last(settings):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": 3}'])
 def test_a_config_that_cannot_be_read_is_named(settings, tmp_path, text):
-    path = begun(settings(run_name="a"))
+    path = started(settings(run_name="a"))
     (path / "config.json").write_text(text)
     with pytest.raises(CorruptFileError, match="config.json cannot be read"):
         RunFolder.open(settings(resume=True))
@@ -129,7 +129,7 @@ def test_a_config_that_cannot_be_read_is_named(settings, tmp_path, text):
 
 @pytest.mark.parametrize("change", [lambda s: s.pop("SEED"), lambda s: s.update(SEED_OF_OLD=1)])
 def test_a_run_of_a_version_with_other_settings_is_not_resumed(settings, change):
-    file = begun(settings(run_name="a")) / "config.json"
+    file = started(settings(run_name="a")) / "config.json"
     config = json.loads(file.read_text()) | {"commit": "abc1234"}
     change(config["settings"])
     file.write_text(json.dumps(config))
@@ -202,12 +202,12 @@ class Slow:
     """`save_tensors` that waits for `may`, and fails at the steps in `fails`."""
 
     def __init__(self, monkeypatch):
-        self.may, self.fails, self.begun = threading.Event(), set(), []
+        self.may, self.fails, self.started = threading.Event(), set(), []
         self.inside, self.most = 0, 0
         monkeypatch.setattr("ssl_kd.core.runs.writer.save_tensors", self)
 
     def __call__(self, path, tensors):
-        self.begun.append(tensors["step"])
+        self.started.append(tensors["step"])
         self.inside += 1
         self.most = max(self.most, self.inside)
         assert self.may.wait(60)
@@ -249,10 +249,10 @@ def test_one_checkpoint_is_written_at_a_time_and_the_last_is_waited_for(settings
         threading.Timer(0.2, slow.may.set).start()
         for n, step in enumerate((2, 3, 1000), start=1):
             folder.writer.save_checkpoint(step, {})
-            assert slow.begun[:n] == list(range(1, n + 1))
+            assert slow.started[:n] == list(range(1, n + 1))
         slow.may.clear()
         threading.Timer(0.2, slow.may.set).start()
-    assert slow.begun == [1, 2, 3, 1000] and slow.most == 1
+    assert slow.started == [1, 2, 3, 1000] and slow.most == 1
     names = {path.name for path in (folder.path / "checkpoint").iterdir()}
     assert names == {f"step_{s:09d}.{e}" for s in (3, 1000) for e in ("pt", "sha256")}
     assert folder.load_checkpoint()[0] == 1000
@@ -272,7 +272,7 @@ def test_an_error_of_writing_is_raised_once_at_the_next_checkpoint_or_the_end(
         folder.writer.save_checkpoint(4, {})()
         with pytest.raises(OSError, match=r"No space left.*step_000000005\.pt"):
             folder.writer.save_checkpoint(5, {})()
-    assert slow.begun == [1, 2, 4, 5] and folder.load_checkpoint()[0] == 4
+    assert slow.started == [1, 2, 4, 5] and folder.load_checkpoint()[0] == 4
     with pytest.raises(OSError, match="No space left"), RunFolder.open(settings()) as folder:
         folder.writer.save_checkpoint(2, {})
     with pytest.raises(ZeroDivisionError), RunFolder.open(settings()) as folder:

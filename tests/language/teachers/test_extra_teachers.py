@@ -34,7 +34,7 @@ def params(distiller):
     return {name: p.detach().clone() for name, p in distiller.student.named_parameters()}
 
 
-def taught(tiny, teachers, weights, **changes):
+def trained_student(tiny, teachers, weights, **changes):
     source = Live(*teachers, names=["A", "B"], weights=weights)
     return tiny.distiller(source=source, **changes)
 
@@ -42,7 +42,7 @@ def taught(tiny, teachers, weights, **changes):
 def test_the_term_is_the_weighted_mean_of_divergences(tiny, teachers):
     """By definition, in float64; and not the divergence to the mixture of the teachers."""
     batch = tiny.blocks().batch(range(4))
-    distiller = taught(tiny, teachers, (6.0, 2.0), temperature=1.0)
+    distiller = trained_student(tiny, teachers, (6.0, 2.0), temperature=1.0)
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     with torch.no_grad():
         logits = distiller.student(**batch.model_inputs()).logits.flatten(0, 1)[rows]
@@ -64,7 +64,7 @@ def test_a_sick_teacher_costs_the_term_alone_and_is_named(tiny, teachers):
     alone.step([batch], 1e-2)
     with torch.no_grad():
         teachers[1].model.model.layers[0].mlp.up_proj.weight[3, 2] = math.nan
-    distiller = taught(tiny, teachers, (0.7, 0.3))
+    distiller = trained_student(tiny, teachers, (0.7, 0.3))
     result = distiller.step([batch], 1e-2)
     assert result.updated and not result.learned("kd") and result.learned("ce")
     assert same(params(alone), params(distiller))

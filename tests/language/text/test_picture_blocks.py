@@ -40,7 +40,7 @@ def example_of(record, folder, where="w") -> Any:
     return as_example(record, where, None, folder)
 
 
-def asked(*content):
+def question(*content):
     return [{"role": "user", "content": [*content]}, SAID]
 
 
@@ -64,8 +64,8 @@ def test_every_way_to_name_an_image_is_the_same_image(here, key):
         },
     }
     part = sources.get(key, {"type": "image", key: "1.png"})
-    record = {"messages": asked(part, text("what?"))}
-    plain = example_of({"messages": asked({**PLACE, "path": "1.png"}, text("what?"))}, here)
+    record = {"messages": question(part, text("what?"))}
+    plain = example_of({"messages": question({**PLACE, "path": "1.png"}, text("what?"))}, here)
     assert example_of(record, here).content() == plain.content()
     assert colour(plain) == Image.open(here / "1.png").getpixel((0, 0))
 
@@ -73,7 +73,7 @@ def test_every_way_to_name_an_image_is_the_same_image(here, key):
 @pytest.mark.parametrize(
     "record",
     [
-        {"images": ["1.png"], "messages": asked(text("what?"))},
+        {"images": ["1.png"], "messages": question(text("what?"))},
         {
             "image": {"path": "1.png"},
             "messages": [{"role": "user", "content": "<image>what?"}, SAID],
@@ -85,7 +85,7 @@ def test_every_way_to_name_an_image_is_the_same_image(here, key):
                 {"from": "gpt", "value": "a fox"},
             ],
         },
-        {"images": ["1.png"], "prompt": asked(PLACE, text("what?"))[:1], "completion": [SAID]},
+        {"images": ["1.png"], "prompt": question(PLACE, text("what?"))[:1], "completion": [SAID]},
     ],
 )
 def test_images_beside_the_messages_stand_at_their_places(here, record):
@@ -96,7 +96,7 @@ def test_images_beside_the_messages_stand_at_their_places(here, record):
 
 def test_several_images_keep_their_order(here):
     named = {**PLACE, "path": "2.png"}
-    record = {"images": ["0.png", "1.png"], "messages": asked(PLACE, named, text("and"), PLACE)}
+    record = {"images": ["0.png", "1.png"], "messages": question(PLACE, named, text("and"), PLACE)}
     found = example_of(record, here)
     assert [colour(found, i) for i in range(3)] == [
         Image.open(here / f"{i}.png").getpixel((0, 0)) for i in (0, 2, 1)
@@ -115,11 +115,11 @@ def test_several_images_keep_their_order(here):
             "expected a local file",
         ),
         (
-            {"images": ["0.png", "1.png"], "messages": asked(PLACE, text("a"))},
+            {"images": ["0.png", "1.png"], "messages": question(PLACE, text("a"))},
             "2 images, but 1 pos",
         ),
-        ({"images": ["0.png"], "messages": asked(PLACE, PLACE)}, "1 images, but 2 positions"),
-        ({"messages": asked(PLACE, text("a"))}, "0 images, but 1 positions"),
+        ({"images": ["0.png"], "messages": question(PLACE, PLACE)}, "1 images, but 2 positions"),
+        ({"messages": question(PLACE, text("a"))}, "0 images, but 1 positions"),
         ({"image": 5, "prompt": "a", "completion": "b"}, "an image is int; expected"),
         (
             {"image": "0.png", "prompt": "a", "completion": "b<image>"},
@@ -130,7 +130,7 @@ def test_several_images_keep_their_order(here):
             "assistant",
         ),
         (
-            {"messages": asked({"type": "video", "path": "a.mp4"})},
+            {"messages": question({"type": "video", "path": "a.mp4"})},
             "has the type 'video'; expected text or",
         ),
     ],

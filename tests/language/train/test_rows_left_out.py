@@ -24,7 +24,7 @@ from tests.faults.inject_language import (  # noqa: E402
     ByHand,
     make_model,
     make_rows,
-    taught,
+    trained_student,
 )
 from tests.faults.matrix import row  # noqa: E402
 from tests.marks import slow  # noqa: E402
@@ -90,7 +90,7 @@ def marked(number, token=63):
 def run(source=None, steps=2, rows=None, batch_size=ROWS, **options):
     rows = make_rows(ROWS) if rows is None else rows
     source = None if source is None else Live(source)
-    return taught(steps=steps, rows=rows, source=source, batch_size=batch_size, **options)
+    return trained_student(steps=steps, rows=rows, source=source, batch_size=batch_size, **options)
 
 
 class Without(ByHand):
