@@ -120,7 +120,7 @@ def test_without_a_guard_the_muon_would_fail_or_move():
         muon.step()
 
 
-def test_a_model_that_stays_sick_returns_to_its_last_state_and_stops():
+def test_a_model_that_stays_faulty_returns_to_its_last_state_and_stops():
     torch.manual_seed(0)
     with pytest.raises(TooFewHealthyParts, match="restored"):
         train("plain", bad=range(2, 99), thresholds=Thresholds(restore_after=2))
@@ -258,7 +258,7 @@ def test_a_step_inside_the_backward_pass_is_refused():
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_the_log_shows_the_finding_as_the_command_does(caplog, inside):
+def test_the_log_shows_the_same_finding_as_the_command(caplog, inside):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     Guard(model, optimizer, locate=True).attach()

@@ -124,7 +124,7 @@ def enqueue(model, i):
         lambda model, i: model.load_state_dict(Queue().state_dict()),
     ],
 )
-def test_a_bad_batch_takes_back_nothing_that_was_written_between_steps(between):
+def test_a_bad_batch_keeps_buffers_written_between_steps(between):
     by_loop(between=between)
 
     def evaluated(model, i):  # another forward pass between the steps, which begins none
@@ -135,7 +135,7 @@ def test_a_bad_batch_takes_back_nothing_that_was_written_between_steps(between):
     by_loop(between=evaluated)
 
 
-def test_a_nan_that_was_written_between_steps_is_not_gone_back_to():
+def test_a_nan_written_between_steps_is_not_restored():
     def spoil(model, i):
         if i == 0:
             model[0].running_var.fill_(math.nan)

@@ -71,7 +71,7 @@ def test_the_numbers_of_the_stages_are_those_that_checkpoints_hold():
     assert numbers == old  # 8, 9 and 11 were kinds of earlier commits; 1 is a caller's
 
 
-def test_an_event_knows_the_kind_of_fault_that_it_is_of():
+def test_an_event_has_its_kind_of_fault():
     for stage in Stage:
         assert Stage.of(stage.event(3, "head 1")) is stage
     assert Stage.of(Event(3, "head 1", "escalation", "10 bad steps in a row", "retired")) is None

@@ -281,7 +281,7 @@ def run_heads(name, sick_at=None, by_hand=False):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_sick_part_is_left_out_as_if_by_hand(name):
+def test_a_faulty_part_is_left_out_as_if_by_hand(name):
     sick = {2: "loss", 3: "gradient", 7: "gradient"}
     ends, guard = run_heads(name, sick)
     by_hand, quiet = run_heads(name, sick, by_hand=True)
@@ -294,7 +294,7 @@ def test_a_sick_part_is_left_out_as_if_by_hand(name):
 
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
-def test_a_shared_trunk_never_sees_the_sick_head(how):
+def test_a_shared_trunk_never_sees_the_faulty_head(how):
     """With `through`, the head is cut out before its gradient reaches the trunk."""
     ends = []
     for by_hand in (False, True):
@@ -416,7 +416,9 @@ def test_a_bad_term_is_left_out_and_the_others_train():
 
 
 @pytest.mark.parametrize("stop_after, fresh", [(3, False), (None, True)])
-def test_a_run_that_stays_sick_stops_at_once_or_goes_back_with_a_fresh_optimizer(stop_after, fresh):
+def test_a_run_that_stays_faulty_stops_at_once_or_goes_back_with_a_fresh_optimizer(
+    stop_after, fresh
+):
     thresholds = Thresholds(restore_after=4, stop_after=stop_after)
     guard = linear(ADAMW, thresholds=thresholds, snapshot_every=1, fresh_optimizer=fresh)
     for number in range(2):
@@ -533,7 +535,7 @@ def test_events_that_cannot_be_written_are_kept_with_one_warning(tmp_path, caplo
     assert "kept in memory only" in message and str(tmp_path) in message
 
 
-def test_one_part_goes_back_to_its_last_good_state_and_then_stops(tmp_path):
+def test_one_part_is_restored_to_its_last_good_state_then_the_run_stops(tmp_path):
     guard = linear(ADAMW, snapshot_every=5, events=tmp_path / "events.jsonl")
     good = None
     with pytest.raises(TooFewHealthyParts) as stop:
@@ -569,7 +571,7 @@ def ladder(steps=60, **options):
     return [(e.step, e.action) for e in guard.events.events if e.stage == "escalation"], guard
 
 
-def test_a_part_that_stays_sick_climbs_the_ladder_alone():
+def test_a_part_that_stays_faulty_climbs_the_ladder_alone():
     rungs, guard = ladder()
     assert rungs[0] == (15, "restored to its state before step 1")
     assert rungs[1] == (25, "re-initialized")
@@ -603,7 +605,7 @@ def test_a_part_without_reset_is_retired_at_once():
 
 
 @pytest.mark.parametrize("rate", [10.0, 1e38])
-def test_a_hopeless_learning_rate_ends_with_finite_weights(rate):
+def test_an_absurd_learning_rate_ends_with_finite_weights(rate):
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     guard = Guard(model, SGD(model.parameters(), lr=rate, momentum=0.9), snapshot_every=1)
     with pytest.raises(TooFewHealthyParts, match="lower the learning rate"):

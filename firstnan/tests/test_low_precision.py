@@ -59,7 +59,7 @@ def test_mx_blocks_are_those_of_the_specification(element):
     assert whole == 449  # a product of integers is exact
 
 
-def test_half_precision_overflows_and_flushes_where_its_dtype_does():
+def test_emulated_half_precision_overflows_and_flushes_like_its_dtype():
     values, *masks = cast(torch.tensor([65504, 65520, 2.0**-24, 2.0**-25, 0]), torch.float16)
     assert values.tolist() == [65504, math.inf, 2.0**-24, 0, 0]
     assert [mask.nonzero().tolist() for mask in masks] == [[[1]], [[3]]]
@@ -111,7 +111,7 @@ def test_recomputed_products_have_the_gradients_of_recorded_ones():
     assert all(map(torch.equal, *gradients))
 
 
-def test_the_loss_scale_leaves_room_and_flushes_the_share_that_fp16_does():
+def test_the_loss_scale_leaves_room_and_flushes_the_same_share_as_fp16():
     model, x = nn.Linear(8, 8, bias=False), torch.randn(128, 8)
     spread = torch.exp2(-torch.arange(128.0) / 3)[:, None]
     report = precision_report(model, lambda: model(x).mul(spread).square().sum(1), "fp16")

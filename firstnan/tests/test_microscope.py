@@ -111,7 +111,7 @@ def test_the_origin_that_reached_the_result_is_the_fault_not_an_earlier_one():
         (lambda: torch.ones(3).masked_fill(torch.ones(3).bool(), float("inf")), Cause.MASKED),
     ],
 )
-def test_an_infinity_that_was_written_is_a_mask_only_if_it_looks_like_one(step, cause):
+def test_a_written_infinity_is_a_mask_only_in_the_shape_of_one(step, cause):
     fault, found = look(step)
     assert fault.masked and found.cause == cause
     if cause == Cause.UNKNOWN:
@@ -146,7 +146,7 @@ def test_in_place_and_foreach_operations_are_followed():
     assert fault.op == "aten._foreach_reciprocal_" and fault.inputs[0].zeros == 1
 
 
-def test_memory_that_is_only_written_to_is_not_looked_at():
+def test_memory_that_is_only_written_is_not_checked():
     x, out = torch.ones(3), torch.full((3,), float("nan"))
     assert look(lambda: torch.add(x, 1, out=out)) == (None, None)
     assert look(lambda: torch.full((3,), float("nan")).zero_()) == (None, None)

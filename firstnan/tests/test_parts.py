@@ -33,7 +33,7 @@ def test_float16_weights_are_refused_with_the_way_out(given):
     parts_of(model, optimizer)
 
 
-def test_a_part_goes_back_with_its_moments_and_its_buffers():
+def test_a_part_is_restored_with_its_moments_and_buffers():
     model = nn.BatchNorm1d(3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     parts = parts_of(model, optimizer)
@@ -65,7 +65,7 @@ def test_optimizer_state_without_tensors_is_restored():
         assert optimizer.state[model.weight] == {"steps": 3, "history": [1, 2]}
 
 
-def test_after_a_state_was_loaded_a_sick_step_goes_back_to_the_buffers_of_then():
+def test_a_bad_step_after_loading_restores_the_loaded_buffers():
     model = nn.BatchNorm1d(3)
     parts = parts_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model.running_mean.fill_(7.0)  # as the model's own checkpoint gave it

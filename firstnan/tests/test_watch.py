@@ -97,7 +97,7 @@ def test_operations_between_modules_belong_to_the_parent():
     assert found.module == "Sequential.2" and found.fault.op == "aten.log"
 
 
-def test_a_checkpointed_module_is_named_as_it_is_without():
+def test_a_checkpointed_module_is_named_as_without_checkpointing():
     for x, reentrant in ((X, False), (X.clone().requires_grad_(), True)):
         found = explain(Checkpointed(network(LOG), reentrant), x)
         assert found.module == "Checkpointed.inner.2" and found.fault.op == "aten.log"
@@ -136,7 +136,7 @@ def test_a_poisoned_weight_and_a_poisoned_row_are_distinguished():
     assert found.diagnosis.cause.value == "poisoned weight" and "2.weight" in found.why
 
 
-def test_a_healthy_step_has_nothing_to_explain_and_keeps_its_bits():
+def test_a_healthy_step_has_no_explanation_and_keeps_its_bits():
     def train(watched):
         torch.manual_seed(0)
         model = network(nn.BatchNorm1d(6), nn.Linear(6, 2))

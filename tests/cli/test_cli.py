@@ -61,7 +61,7 @@ def config(tmp_path):
         ["--learning-rate=.5"],
     ],
 )
-def test_both_spellings_beat_the_file_which_beats_the_default(argv, config):
+def test_flags_in_both_spellings_override_the_file(argv, config):
     settings = read(argv, config)
     assert settings == VisionSettings(learning_rate=0.5, seed=5, resume=True)
 
@@ -504,7 +504,7 @@ def test_progress_off_a_terminal_is_a_line_now_and_then():
 
 @pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
 @pytest.mark.parametrize("mode", ["vision", "language"])
-def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returned(
+def test_replay_prints_the_report_of_its_mode_and_whether_the_fault_recurred(
     mode, reproduced, code, monkeypatch, tmp_path, capfd
 ):
     class Report(str):

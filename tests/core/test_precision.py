@@ -224,7 +224,7 @@ def test_masters_can_be_unscaled_where_half_weights_crash():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_inside_torch_is_as_in_a_fresh_process_and_outside_as_it_was(mode):
+def test_global_modes_of_torch_are_reset_inside_and_restored_outside(mode):
     def state():
         made = torch.ones(2)
         return (

@@ -116,7 +116,7 @@ def test_numbers_and_texts_are_found_as_they_are(columns, name, text, rows):
     assert [row for row in columns.find({name: text}) if row < 10] == rows
 
 
-def test_cells_and_charts_are_json_and_a_number_is_found_as_it_is_shown(columns):
+def test_cells_and_charts_are_json_and_numbers_are_found_as_displayed(columns):
     cells = columns.cells(range(len(ODD)), [SIZE, "count", "text", "confidence"])
     assert cells[0][:3] == [None, None, ODD[0]] and cells[2][:2] == [None, -1]
     assert [text for _, _, text, _ in cells] == [text or None for text in ODD]

@@ -58,7 +58,7 @@ def table(run):
     return list(zip(samples.column("file"), samples.column("cluster"), strict=True))
 
 
-def test_new_pictures_join_ids_and_decisions_stay_and_the_page_tells(root, monkeypatch):
+def test_new_pictures_join_while_ids_and_decisions_stay(root, monkeypatch):
     old, run = (root / "runs" / "w" / f"round-{n:04}" for n in (1, 2))
     Curation.open(old).rename(0, "mine")
     odd = root / "photos" / "a\nb.png"

@@ -85,7 +85,7 @@ def test_discriminator_buffers_are_restored_after_a_bad_generator_batch():
 
 @row(80)
 @pytest.mark.parametrize("how", ["given up", "overflow", "eval of another loop"])
-def test_buffers_that_nothing_else_shows_are_put_back_with_an_event(how):
+def test_unlisted_buffers_are_restored_with_an_event(how):
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))

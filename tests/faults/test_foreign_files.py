@@ -298,7 +298,7 @@ def test_a_folder_that_may_not_be_listed_is_named(settings, tmp_path, digits, cl
 
 
 @row(91)
-def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
+def test_a_temporarily_missing_file_is_named_until_it_is_embedded(
     settings, tmp_path, digits, closed, caplog
 ):
     save_images(tmp_path / "images", digits[0][:20])

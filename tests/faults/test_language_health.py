@@ -90,7 +90,7 @@ def test_the_cache_of_such_a_teacher_is_refused_with_its_weight(world, tmp_path)
 
 
 @row(74)
-def test_a_teacher_that_is_not_learned_from_may_be_sick(world):
+def test_a_teacher_that_is_not_learned_from_may_be_faulty(world):
     """Check that the teacher is still evaluated and its table row has no scores."""
     folder = world.with_fault("teacher", poison)
     path = run(world.settings(teacher_model=str(folder), alpha_kd=0.0, alpha_ce=1.0))

@@ -163,7 +163,7 @@ def test_best_keeps_the_lowest_finite_value(tiny):
     assert (again.step, again.nll) == (2, 2.0) and (head == 2).all()
 
 
-def test_a_student_that_training_made_worse_is_saved_as_it_was(settings, models, caplog):
+def test_a_student_that_got_worse_is_saved_untrained(settings, models, caplog):
     """Step 0 is evaluated too."""
     worse = settings(student_model=models("student"), learning_rate=10.0, clip_grad=None)
     path = run(worse)
@@ -364,7 +364,7 @@ def test_the_preset_lets_the_teacher_decide_about_routing(settings, models):
     assert config(mixture)["resolved"] == resolved
 
 
-def test_all_rows_are_beside_the_teacher_as_it_came(settings, models, monkeypatch):
+def test_all_rows_are_compared_with_the_original_teacher(settings, models, monkeypatch):
     monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 1e9)
     sar = {"teacher_model": models("mixture"), "router_mode": "sar", "router_lr": 0.1}
     path = run(settings(**sar))

@@ -331,9 +331,7 @@ def whole(folder):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 @pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_killed_anywhere_nothing_half_is_seen_and_the_same_command_finishes(
-    settings, tmp_path, kills
-):
+def test_a_killed_extension_shows_no_partial_run_and_can_be_repeated(settings, tmp_path, kills):
     asked = settings(save(tmp_path, "new.npz", range(4), 40, 1), run_name="more")
     found = kill_again_and_again(extend_in, whole, tmp_path / "k", asked.to_dict(), kills=kills)
     assert found.kills == kills

@@ -128,7 +128,7 @@ def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
     assert torch.equal(model.predict(x[:9] * unit), found[:9])
 
 
-def test_a_sick_or_collapsed_head_does_not_spoil_the_answer():
+def test_a_faulty_or_collapsed_head_does_not_spoil_the_answer():
     blob, x = blobs()
     trainer, form_answer = trained(x)
     usual = form_answer().chosen

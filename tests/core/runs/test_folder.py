@@ -294,7 +294,7 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(settings, mon
             folder.writer.save_checkpoint(2, {"x": [x]})
 
 
-def test_a_process_that_does_not_write_leaves_every_file_as_it_is(settings):
+def test_a_process_that_does_not_write_changes_no_file(settings):
     with RunFolder.open(settings()) as writing:
         writing.write_config(settings())
         writing.writer.log(record(5))

@@ -151,7 +151,7 @@ def test_cluster_numbers_are_not_reused(run):
     assert curation.names == {1001: "three"} and len(curation.lines) == 4
 
 
-def test_a_cluster_is_split_as_the_tree_does(run):
+def test_a_cluster_is_split_along_the_tree(run):
     samples = Samples(run)
     curation = Curation.open(samples)
     decision = curation.split(1)

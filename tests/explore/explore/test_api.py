@@ -19,7 +19,7 @@ SOURCES = ROOT / "explore" / "ssl_kd_explore" / "explore"
 QUERY = {"rows": "1,5", "columns": "file,confidence", "column": "confidence", "width": "80"}
 
 
-def test_every_path_of_the_schema_answers_as_it_says_and_no_other_is_served(server, run):
+def test_every_path_of_the_schema_and_no_other_is_served(server, run):
     jsonschema = pytest.importorskip("jsonschema")
     post(server, {"do": "rename", "cluster": 0, "name": "zeros"})
     document = json.loads(ask(server, "GET", "/api/schema")[1])

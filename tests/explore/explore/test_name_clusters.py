@@ -55,7 +55,7 @@ def name(url, model, key="secret"):
     return result
 
 
-def test_a_model_names_20_clusters_and_leaves_those_of_people_alone(server, run, model):
+def test_a_model_names_20_clusters_and_keeps_names_by_people(server, run, model):
     curation = Curation.open(run)
     rows = np.random.default_rng(0).permutation(len(curation.clusters))
     for part in np.split(rows[:190], 19):

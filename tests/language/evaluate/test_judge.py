@@ -111,7 +111,7 @@ def test_a_teacher_can_be_judged_against_itself():
     assert generate(teacher, TOKENIZER, ["A cat"], 5) == generate(model, TOKENIZER, ["A cat"], 5)
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged():
     model = llama(attention_dropout=0.5).train()
     model.lm_head.eval()  # a user's own choice
     modes = [m.training for m in model.modules()]

@@ -154,7 +154,7 @@ def train_on(rank, folder, factors, thresholds):
     return wrapper, [x.tolist() for x in bits[-1]], lines, unchanged, str(stop)
 
 
-def test_a_run_that_stays_sick_goes_back_then_saves_and_stops(tmp_path):
+def test_a_run_that_stays_faulty_goes_back_then_saves_and_stops(tmp_path):
     guard = GuardCallback(thresholds=Thresholds(restore_after=3), snapshot_every=2)
     sick = dict.fromkeys(range(4, 99), math.nan)
     trainer, bits, stop = run(tmp_path, guard, factors=sick, save_strategy="steps", save_steps=50)

@@ -238,7 +238,7 @@ def test_a_nan_stays_in_its_group():
     assert uld(student_logits, student_logits).isnan().nonzero().tolist() == [[2]]
 
 
-def test_nothing_to_compare_is_empty_and_part_of_the_graph():
+def test_an_empty_comparison_stays_in_the_graph():
     none, empty = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, requires_grad=True)
     side = Positions(none, none, none, none)
     same = VocabularyMap(torch.arange(5), 5)

@@ -175,7 +175,7 @@ def test_several_teachers_count_as_the_weighted_mean_of_their_divergences(name, 
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
 
 
-def test_a_teacher_of_weight_0_is_not_looked_at():
+def test_a_teacher_of_weight_0_is_not_evaluated():
     student, targets = _student()
     sick = LogitsTeacher(torch.full((N, VOCAB), float("nan"), dtype=torch.float64))
     teachers, weights = [sick, _linear()], (0.0, 3.0)

@@ -18,7 +18,7 @@ def test_the_reference_imports_nothing_that_it_checks():
     assert names == {"__future__", "torch"}
 
 
-def test_its_example_prints_what_it_says():
+def test_its_example_prints_the_documented_output():
     result = doctest.testmod(plain)
     assert result.attempted == 2 and result.failed == 0
 

@@ -98,7 +98,7 @@ def test_a_teacher_in_half_precision_is_never_in_memory_in_full(tiny, tmp_path):
 
 
 @fault(126)
-def test_code_that_comes_with_a_model_is_run_only_if_allowed(tiny, tmp_path, caplog):
+def test_code_of_a_model_runs_only_if_allowed(tiny, tmp_path, caplog):
     folder = tmp_path / "own"
     tiny.folder(folder)
     config = json.loads((folder / "config.json").read_text())

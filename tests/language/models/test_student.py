@@ -279,7 +279,7 @@ def test_adapters_load_with_peft(on_disk, tmp_path):
     ("saved_name", "named"),
     [("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("/home/me/a", None), (5, None)],
 )
-def test_a_card_names_a_local_base_as_its_config_does(tmp_path, monkeypatch, saved_name, named):
+def test_a_card_names_a_local_base_like_its_config(tmp_path, monkeypatch, saved_name, named):
     monkeypatch.chdir(tmp_path)
     Path("base").mkdir()
     for content in (json.dumps({"_name_or_path": saved_name}), "[]", "{"):

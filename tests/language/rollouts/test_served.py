@@ -69,7 +69,7 @@ def test_two_processes_are_as_one(served):
     assert_near(*(by(world, served(run_name=f"of_{world}", eval_every=6)) for world in (1, 2)))
 
 
-def test_padding_is_never_drawn_and_nan_is_an_end_that_counts_as_sick(tiny, server, tmp_path):
+def test_padding_is_never_drawn_and_nan_is_an_end_that_counts_as_faulty(tiny, server, tmp_path):
     server.model = model = tiny.model(vocab_size=400, spread=0.3)
     local = Sampler(model, [1], vocabulary=320)
     sample = ServedSampler(server.url, local, torch.float32, tmp_path, ONE_RANK)

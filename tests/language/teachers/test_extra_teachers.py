@@ -57,7 +57,7 @@ def test_the_term_is_the_weighted_mean_of_divergences(tiny, teachers):
 
 
 @fault(121)
-def test_a_sick_teacher_costs_the_term_alone_and_is_named(tiny, teachers):
+def test_a_faulty_teacher_costs_the_term_alone_and_is_named(tiny, teachers):
     """The step is to the bit the one by cross-entropy; the event says which teacher and weight."""
     batch = tiny.blocks().batch(range(4))
     alone = tiny.distiller()

@@ -91,7 +91,7 @@ def test_packing_keeps_tags_apart(tagged):
             assert kind[tuple(ids[documents == number].tolist())] == tag
 
 
-def test_a_sick_teacher_is_cut_out_of_its_rows_only_and_named(tagged):
+def test_a_faulty_teacher_is_cut_out_of_its_rows_only_and_named(tagged):
     task = prepared(tagged())
     distiller, tags = make_distiller(task), task.student_blocks.tags[:6].tolist()
     with torch.no_grad():

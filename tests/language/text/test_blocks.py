@@ -292,7 +292,7 @@ def test_messages_that_a_template_cannot_show(tokenizer, monkeypatch):
         make_blocks(dataset(chat, "text"), tokenizer, 64)
 
 
-def test_a_document_of_which_nothing_is_left():
+def test_a_document_that_becomes_empty():
     tok = train_tokenizer(dataset("a"), 259)
     tok.backend_tokenizer.normalizer = normalizers.Replace("%", "")
     blocks = make_blocks(dataset("%%", "a"), tok, 16)

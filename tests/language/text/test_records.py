@@ -164,7 +164,7 @@ def test_each_of_several_answers_is_an_example():
     assert [*as_examples({"messages": [USER, BOT], "generations": ["5"]}, "w")] == [chat(USER, BOT)]
 
 
-def test_a_named_field_is_the_only_one_that_is_looked_at():
+def test_a_named_field_is_the_only_one_read():
     record = {"messages": [USER, BOT], "body": "once", "text": "not this"}
     assert as_example(record, "w", "body") == Example("w", text="once")
     message = as_example(record, "w", "boddy")

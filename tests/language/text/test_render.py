@@ -277,7 +277,7 @@ HOSTILE = {
 
 @EVERY
 @pytest.mark.parametrize("chat", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_contents_are_learned_whole_and_alone(name, chat):
+def test_hostile_contents_are_learned_exactly(name, chat):
     rendered = show(name, *chat)
     spoken = [m["content"] for m in chat if m["role"] == "assistant"]
     if "𓀀1c𓀁" in spoken[0] and len(rendered.spans) < len(spoken):

@@ -43,7 +43,7 @@ def root_at_zero(distiller):
 
 
 @pytest.mark.parametrize("changes", [{"stop_after": 1}, {"stop_after": None}, {}])
-def test_a_gradient_is_explained_before_the_guard_goes_back(
+def test_a_gradient_is_explained_before_the_guard_restores(
     tiny, explained_distiller, tmp_path, monkeypatch, changes
 ):
     monkeypatch.setattr("ssl_kd.language.train.step.RESTORE_AFTER", 1 if changes else 20)

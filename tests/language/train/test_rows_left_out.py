@@ -174,7 +174,7 @@ def test_contents_of_a_bad_row_change_no_bit():
 
 
 @row(161)
-def test_accumulated_batches_leave_out_the_row_that_one_large_batch_does():
+def test_accumulated_batches_leave_out_the_same_row_as_one_large_batch():
     whole = run(SickAnswer({2}))
     for size, accumulated in ((4, 2), (1, 8)):
         some = run(
@@ -190,7 +190,7 @@ def test_accumulated_batches_leave_out_the_row_that_one_large_batch_does():
 
 @row(161)
 @pytest.mark.parametrize("sick", ["teacher", "student"])
-def test_a_row_that_is_sick_in_every_step_ends_the_run(sick):
+def test_a_row_that_is_faulty_in_every_step_ends_the_run(sick):
     options = {"steps": 9, "stop_after": 3, "rows": marked(3)}
     if sick == "student":
         options["student"] = spoil_student(make_model(seed=1), 63)

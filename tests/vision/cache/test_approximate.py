@@ -170,7 +170,7 @@ def test_a_row_that_is_not_finite_ends_the_search_with_its_number(x):
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_an_interrupted_search_leaves_nothing_and_starts_anew(tmp_path, x, small, at):
+def test_an_interrupted_search_leaves_no_file_and_starts_over(tmp_path, x, small, at):
     store = write(tmp_path, x[:1000])
 
     def interrupt(done, total):

@@ -68,7 +68,7 @@ def test_knn_ignores_unknown_labels_and_small_sets():
         knn_accuracy(X, Y, k=0)
 
 
-def test_knn_says_when_it_samples(caplog):
+def test_knn_reports_sampling(caplog):
     with caplog.at_level(logging.INFO):
         value = knn_accuracy(X, Y, TEST_X, TEST_Y, max_train=500, max_test=100)
     assert value is not None and value > 0.8

@@ -301,7 +301,7 @@ def test_missing_folder_is_named(tmp_path):
         write_report(tmp_path / "nowhere")
 
 
-def test_killed_run_with_a_torn_last_line_and_sick_losses(run):
+def test_killed_run_with_a_torn_last_line_and_faulty_losses(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 1000, "loss": [null, NaN, Infinity, 1.0, 2.0, 1e30]}\n{"step": 10')
     page = read(run)[1]

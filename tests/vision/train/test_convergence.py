@@ -55,7 +55,7 @@ def test_heads_that_find_their_own_clusters_are_judged_from_50_steps_on():
     assert list(until.history()) == [50, 71, 100] and until.steps == math.ceil(100 / (1 - DECAY))
 
 
-def test_heads_that_all_are_sick_do_not_move_the_end():
+def test_heads_that_all_are_faulty_do_not_move_the_end():
     values = [torch.nan, torch.nan, torch.nan]
     until, _ = _ended(values)
     assert list(until.history().values()) == [0.0] * 3 and until.steps == fewest()

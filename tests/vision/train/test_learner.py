@@ -117,7 +117,7 @@ def test_in_one_step_some_heads_learn_fixed_targets_and_others_by_loss(how, chun
     assert result.loss.isfinite().all() and len(set(result.loss.tolist())) == HEADS
 
 
-def test_a_sick_head_leaves_the_rows_of_both_kinds_as_they_are():
+def test_a_faulty_head_leaves_the_rows_of_both_kinds_as_they_are():
     views, targets = _views(), _targets(HEADS)
     trainers = make_trainer(), make_trainer()
     for trainer in trainers:

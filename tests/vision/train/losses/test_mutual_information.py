@@ -201,7 +201,7 @@ def test_shapes_that_do_not_fit_are_named(shapes):
         ("own", [math.nan, math.nan], [[0.25, 0.75], [0.5, 0.5], [0.4, 0.6]]),
     ],
 )
-def test_weights_leave_a_sick_head_out(how, sick, expected):
+def test_weights_leave_a_faulty_head_out(how, sick, expected):
     first = [0.2, 0.4] if how == "mean" else [0.25, 0.75]
     last = [0.6, 0.8] if how == "mean" else [0.4, 0.6]
     weights = losses.instance_weights(torch.tensor([first, sick, last]), how)
