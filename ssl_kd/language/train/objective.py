@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -161,19 +161,21 @@ class Objective:
             kd = self.teacher.distance(healthy, outputs.all_logits)
             return {"ce": ce, "kd": kd.float()}
         sums = []
-        parts = self._parts(text, len(targets), sick)
-        for at, has_target, divergence, chosen in self._by_owner(text, len(targets), parts):
-            answers = teachers[chosen]
-            answers = answers if at is None else [select_rows(answer, at) for answer in answers]
-            part_targets = targets if at is None else targets[at]
+        for segment in self._segments(text, len(targets), sick):
+            at, is_compared = segment.positions, segment.divergence is not None
+            here, goals = student, targets
+            answers = teachers[segment.answers] if is_compared else ()
+            if at is not None:
+                here, goals = student.at(at), targets[at]
+                answers = [select_rows(answer, at) for answer in answers]
             sums.append(
                 distillation_terms(
-                    student.x if at is None else student.at(at).x,
+                    here.x,
                     *weight_and_bias,
-                    part_targets if has_target else None,
-                    answers if divergence else (),
-                    divergence=divergence or self.settings.kind_of_divergence,
-                    teacher_weights=self.teacher.weights if divergence else None,
+                    goals if segment.uses_text else None,
+                    answers,
+                    divergence=segment.divergence or self.settings.kind_of_divergence,
+                    teacher_weights=self.teacher.weights if is_compared else None,
                     **options,
                 )
             )
@@ -182,46 +184,36 @@ class Objective:
             ce, kd = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
         return {"ce": ce, "kd": kd} if self.teacher.compares else {"ce": ce}
 
-    def _parts(self, text: Batch, n: int, sick: SickRows) -> list[tuple[Any, bool, str | None]]:
-        """Divide `n` positions into parts of (positions or None for all, is `ce` used, divergence).
+    def _segments(self, text: Batch, n: int, sick: SickRows) -> list[_Segment]:
+        """Divide the `n` target positions of a batch into segments, each with its loss terms.
 
         Positions of text precede those that the student generated. Rows in which `kd` is not finite
-        have no divergence (None).
+        are not compared with the teacher. If a row has a teacher of its own, only this one is.
         """
         kind, on_policy = self.settings.kind_of_divergence, self.settings.kind_on_policy
-        n_text = text.text_tokens
-        judged = torch.ones(n, dtype=torch.bool)
+        n_text, owners = text.text_tokens, self.teacher.owners(text)
+        is_compared = torch.ones(n, dtype=torch.bool)
         if "kd" in sick:
-            judged = without(text, sick["kd"]).counts[:, 1:][text.counts[:, 1:]]
-        if bool(judged.all()):
-            parts = [(slice(n_text), True, kind), (slice(n_text, n), False, on_policy)]
-            return [(None, True, kind)] if n_text == n else parts[0 if n_text else 1 :]
-        is_text, device = torch.arange(n) < n_text, self.precision.device
-        return [
-            (to_device_async(which.nonzero().flatten(), device), has_target, divergence)
-            for which, has_target, divergence in (
-                (judged & is_text, True, kind),
-                (~judged & is_text, True, None),
-                (judged & ~is_text, False, on_policy),
-            )
-        ]
-
-    def _by_owner(
-        self, text: Batch, n: int, parts: Any
-    ) -> list[tuple[Any, bool, str | None, slice]]:
-        """Divide parts by the teacher of their rows, and add which answers belong to each."""
-        whole = [(*part, slice(None)) for part in parts]
-        owners = self.teacher.owners(text)
-        if owners is None or not n:
-            return whole
-        divided, device = [], self.precision.device
-        for at, has_target, divergence, _ in whole:
-            places = torch.arange(n, device=device)[slice(None) if at is None else at].cpu()
-            for i in owners.unique().tolist():
-                if len(mine := places[owners[places] == i]):
-                    at_teacher = to_device_async(mine, device)
-                    divided.append((at_teacher, has_target, divergence, slice(i, i + 1)))
-        return divided
+            is_compared = without(text, sick["kd"]).counts[:, 1:][text.counts[:, 1:]]
+        if owners is None and bool(is_compared.all()):
+            if n_text == n:
+                return [_Segment(None, True, kind)]
+            generated = _Segment(slice(n_text, n), False, on_policy)
+            return [_Segment(slice(n_text), True, kind), generated] if n_text else [generated]
+        owned = [(slice(None), torch.ones(n, dtype=torch.bool))]
+        if owners is not None:
+            owned = [(slice(i, i + 1), owners == i) for i in owners.unique().tolist()]
+        is_text, segments = torch.arange(n) < n_text, []
+        for is_chosen, uses_text, divergence in (
+            (is_text & is_compared, True, kind),
+            (is_text & ~is_compared, True, None),
+            (~is_text & is_compared, False, on_policy),
+        ):
+            for answers, is_owned in owned:
+                if len(at := (is_chosen & is_owned).nonzero().flatten()):
+                    at = to_device_async(at, self.precision.device)
+                    segments.append(_Segment(at, uses_text, divergence, answers))
+        return segments or [_Segment(slice(0), True, None)]
 
     def lost(self, batch: Any, sick: SickRows) -> dict[str, int]:
         """Return how many tokens of each term, and of text, belong to rows that are left out."""
@@ -241,6 +233,16 @@ class Objective:
             return _Outputs(None, logits.flatten(0, 1), None)
         hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
         return _Outputs(hidden, None, head)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Target positions of a batch that have the same loss terms."""
+
+    positions: Tensor | slice | None  # among the targets; None: all
+    uses_text: bool  # whether they have a cross-entropy
+    divergence: str | None  # to the teacher; None: they are not compared
+    answers: slice = field(default_factory=lambda: slice(None))  # of the teachers to compare with
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,20 @@ class StudentStep:
         return self.updated and math.isfinite(self.terms.get(term, math.nan))
 
 
+@dataclass(frozen=True)
+class TokenCounts:
+    """Numbers of target tokens of a step, over all ranks."""
+
+    terms: dict[str, int]  # divisor of the mean of each term; `kd` may count groups of tokens
+    of_text: int  # those among `ce` that the student did not generate
+
+    def per_text_token(self, ce: float) -> float:
+        """Return the mean `ce` over all tokens as one over those of text, NaN without any."""
+        if self.of_text == self.terms["ce"]:
+            return ce
+        return ce * (self.terms["ce"] / self.of_text) if self.of_text else math.nan
+
+
 class DistributedStudent:
     """A student that all ranks train together; DDP averages its gradients."""
 
@@ -234,8 +248,8 @@ class Distiller(Objective):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self._count(batches)
-        whole = dict(self._remaining)
-        tokens, text = self._remaining["ce"], self._remaining["text"]
+        whole = self._remaining
+        tokens = whole.terms["ce"]
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
             event = Event(self.guard.step_number, "batch", "input", "no target token", "skipped")
@@ -264,10 +278,10 @@ class Distiller(Objective):
         means = {n: x / self.ranks.world for n, x in zip(sums, totals, strict=True) if tokens}
         weighted = [weight * means[name] for name, weight in self.weights.items() if name in means]
         finite = [value for value in weighted if math.isfinite(value)]
-        if not text:
+        if whole.of_text:
+            means["ce"] = self._remaining.per_text_token(means["ce"])
+        else:
             means.pop("ce", None)
-        elif self._remaining["ce"] != (left := self._remaining["text"]):
-            means["ce"] *= self._remaining["ce"] / left if left else math.nan
         result = StudentStep(
             terms=means,
             loss=sum(finite) if finite else float("nan"),
@@ -291,8 +305,8 @@ class Distiller(Objective):
 
         `again` keeps the divisors, from which a first call subtracted the rows that were left out.
         """
-        names = [name for name in self._remaining if name != "text"]
-        sums = dict.fromkeys(names, torch.zeros((), device=self.precision.device))
+        zero = torch.zeros((), device=self.precision.device)
+        sums = dict.fromkeys(self._remaining.terms, zero)
         for i, batch in enumerate(batches):
             with self.distributed.averaged(last=i == len(batches) - 1):
                 terms = self._learn_from(batch, None if again else i)
@@ -325,33 +339,33 @@ class Distiller(Objective):
 
     def _count(self, batches: Sequence[Batch | AlignedBatch]) -> None:
         """Count each term's target tokens, and those of text, over all ranks, for a new step."""
-        text = sum(student_side(batch).text_tokens for batch in batches)
-        local = self.counts(batches) | {"text": text}
+        local, text = self.counts(batches), sum(student_side(b).text_tokens for b in batches)
         what = f"step {self.guard.step_number}, the tokens"
-        totals = map(int, self.ranks.sums(what, *local.values()))
-        self._remaining = dict(zip(local, totals, strict=True))
+        *terms, text = map(int, self.ranks.sums(what, *local.values(), text))
+        self._remaining = TokenCounts(dict(zip(local, terms, strict=True)), text)
         self._has_lost = self._is_stale = False
 
     def _subtract(self, lost: Mapping[str, int]) -> None:
         """Subtract the tokens that all ranks left out of a batch from the divisors."""
-        what = f"step {self.guard.step_number}, the tokens left out"
-        totals = self.ranks.sums(what, *(lost.get(name, 0) for name in self._remaining))
-        for name, n in zip(self._remaining, totals, strict=True):
-            self._remaining[name] -= int(n)
+        counts, what = self._remaining, f"step {self.guard.step_number}, the tokens left out"
+        local = [lost.get(name, 0) for name in (*counts.terms, "text")]
+        *terms, text = map(int, self.ranks.sums(what, *local))
+        left = {name: n - less for (name, n), less in zip(counts.terms.items(), terms, strict=True)}
+        self._remaining = TokenCounts(left, counts.of_text - text)
 
-    def _shares(self, result: StudentStep, whole: Mapping[str, int]) -> dict[str, float]:
+    def _shares(self, result: StudentStep, whole: TokenCounts) -> dict[str, float]:
         """Return the share of each term's tokens that updated the student in this step."""
         if not result.tokens:
             return dict.fromkeys(self.weights, 0.0)
         return {
-            name: self._remaining[name] / whole[name] if result.learned(name) else 0.0
+            name: self._remaining.terms[name] / whole.terms[name] if result.learned(name) else 0.0
             for name in self.weights
-            if name in result.terms and whole[name]
+            if name in result.terms and whole.terms[name]
         }
 
     def _divisor(self, name: str) -> float:
         """Return a term's tokens per rank, because gradients are averaged over ranks."""
-        return max(self._remaining[name], 1) / self.ranks.world
+        return max(self._remaining.terms[name], 1) / self.ranks.world
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
         """Run a batch again, check every operation, and describe the first fault and its fix."""
