@@ -66,7 +66,7 @@ class Buffers:
             if b is not None and b.dtype in _FLOATS and b.layout == torch.strided and b.numel()
         }
         if floats:
-            norms = torch._foreach_norm([*floats.values()], math.inf)  # pyright: ignore
+            norms = torch._foreach_norm(list(floats.values()), math.inf)  # pyright: ignore
             for i, norm in zip(floats, norms, strict=True):
                 largest[i] = norm
         return largest
@@ -80,7 +80,7 @@ class Buffers:
         self.kept = [None if b is None else b.clone() for b in self.live()]
         if ask:
             self._now = _badness(self._read())
-        self._bad = [*self._now]
+        self._bad = list(self._now)
         self._mark()
 
     def _mark(self) -> None:

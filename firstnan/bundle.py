@@ -153,7 +153,7 @@ def _key(finding: Finding) -> str:
 def _facts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what must be the same of the model's tensors and of those in the bundle."""
     kinds = {name: "floats" if x.is_floating_point() else x.dtype for name, x in tensors.items()}
-    return {name: f"{[*x.shape]} of {kinds[name]}" for name, x in tensors.items()}
+    return {name: f"{list(x.shape)} of {kinds[name]}" for name, x in tensors.items()}
 
 
 def _written(first: Path, content: bytes) -> Path:

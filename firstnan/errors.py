@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-OK, FAILED, BAD_INPUT, GUARD_STOPPED = 0, 1, 2, 3
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+GUARD_STOPPED = 3
 
 
 class UserError(Exception):

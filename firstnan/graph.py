@@ -162,7 +162,10 @@ def _clue(node: Any, reach: _Reach | None) -> _Clue | None:
     """Return what was saved of an operation, if that shows that it made a bad entry."""
     if reach is None:
         return None
-    name, x, out, clue = _name(node), _saved(node, "self"), _saved(node, "result"), None
+    name = _name(node)
+    x = _saved(node, "self")
+    out = _saved(node, "result")
+    clue = None
     if name in _OF_INPUT and x is not None:
         out = getattr(torch, name.lower())(x)
         clue = _Clue([x], [out], reach.hit(out) & x.isfinite())

@@ -118,7 +118,9 @@ class Guard:
             )
         self.model, self.optimizer = model, cast(Any, optimizer)  # one, or several
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
-        self.steps, self.snapshot_every, self.first_step = 0, snapshot_every, first_step
+        self.steps = 0
+        self.snapshot_every = snapshot_every
+        self.first_step = first_step
         self._optimizers = Optimizers(optimizer)
         self._optimizers.watch_steps(weakly(self._refuse_unjudged))
         self._parts = ModuleParts(model, self._optimizers, parts, fresh_optimizer=fresh_optimizer)
@@ -396,7 +398,7 @@ class Guard:
             losses = {i: loss * self._scale_of(i) for i, loss in wide.items()}
         roots = [x for x in losses.values() if x.requires_grad]  # one of several may be constant
         if left_out is None:  # torch raises an error if all of them are
-            roots = roots or [*losses.values()]
+            roots = roots or list(losses.values())
         self._ran |= bool(roots)  # also if it fails halfway
         self._ran |= self._ranks.backward(self.step_number, roots, left_out)
 
@@ -440,7 +442,7 @@ class Guard:
             elif i in spoiled:
                 buffers.put_back(spoiled[i][0])
                 self._report_buffers(i, *spoiled[i])
-        for other in [*_GUARDS] if lost else []:
+        for other in list(_GUARDS) if lost else []:
             if other is not self:
                 other._heal_all()
 

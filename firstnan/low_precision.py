@@ -37,7 +37,9 @@ def cast(x: Tensor, element: torch.dtype, scaled: str = "none", amax: float = 0.
     of 32 values of a row by 2 ** (emax - floor(log2(peak))), as in the MX specification (6.3), or
     NaN if a value is not finite. "block up" leaves none saturated.
     """
-    wide, largest, scale = x.float(), torch.finfo(element).max, torch.ones(())
+    wide = x.float()
+    largest = torch.finfo(element).max
+    scale = torch.ones(())
     if scaled in ("tensor", "delayed"):
         scale = largest / (wide.abs().amax() if scaled == "tensor" else torch.tensor(amax))
         scale = torch.where(scale.isfinite() & (scale > 0), scale, 1.0)
@@ -63,7 +65,9 @@ class LowPrecision(TorchDispatchMode):
         if format not in FORMATS:
             raise ValueError(f"format is {format!r}; expected one of {', '.join(FORMATS)}")
         super().__init__()
-        self.model, self.keep_high, (*self.formats, self.scaled) = model, keep_high, FORMATS[format]
+        self.model = model
+        self.keep_high = keep_high
+        *self.formats, self.scaled = FORMATS[format]
         self._known = WeakKeyDictionary({p.untyped_storage(): "weight" for p in model.parameters()})
         # By module and event, such as "input flushed": how many values, and of how many.
         self.shares = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))

@@ -453,7 +453,7 @@ def _place(node: Any) -> Place | None:
     lines: list[tuple[str, str]] = []
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         text = "".join(node.metadata.get("traceback_", []))
-        lines = [*reversed(re.findall(r'File "(.+)", line (\d+)', text))]
+        lines = list(reversed(re.findall(r'File "(.+)", line (\d+)', text)))
     line = _first((file, int(number)) for file, number in lines) or _line()
     return None if line is None or line[0] == _RERUN else Place.of(*line)
 

@@ -195,7 +195,7 @@ def _divide(
         )
     if named is None:
         # In the model's order, in which clip_grad_norm_(model.parameters()) adds up.
-        weights = [*({id(p): p for p in model.parameters() if id(p) in held} | held).values()]
+        weights = list(({id(p): p for p in model.parameters() if id(p) in held} | held).values())
         buffers = Buffers(model.named_modules(), weights[0])
         return [ModulePart(WHOLE, weights, buffers, [model])], Buffers([], weights[0])
     if not named or SHARED in named:
@@ -234,7 +234,7 @@ def _weights(name: str, what: Parameters, held: Mapping[int, nn.Parameter]) -> l
     weights = list(weights) if isinstance(weights, Iterable) else [weights]
     if not all(isinstance(p, nn.Parameter) for p in weights):
         raise ValueError(f"part {name!r} is {what!r}; expected a module or a list of parameters")
-    weights = [*{id(p): p for p in weights if p.requires_grad}.values()]
+    weights = list({id(p): p for p in weights if p.requires_grad}.values())
     if not weights:
         raise ValueError(
             f"part {name!r} has no trainable parameter: leave the part out, or unfreeze its weights"

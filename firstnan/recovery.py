@@ -33,7 +33,9 @@ class Recovery:
         *,
         first_step: int = 1,
     ) -> None:
-        self.parts, self.health, self.shared = parts, health, shared
+        self.parts = parts
+        self.health = health
+        self.shared = shared
         self.first_step = first_step
         self.advice = {stage: stage.kind.advice for stage in Stage} | advice
         self.kinds = {int(kind): kind for kind in self.advice}

@@ -63,14 +63,19 @@ class ScriptWatch:
         bundle: Path | None = None,
         report: Callable[[str], object],
     ) -> None:
-        self.on_bad, self.record, self.every_op, self.report = on_bad, record, every_op, report
+        self.on_bad = on_bad
+        self.record = record
+        self.every_op = every_op
+        self.report = report
         self.bundle = bundle
         self.steps, self.bad = 0, 0  # counts of optimizer steps, and of those not finite
         self._watches: dict[nn.Module, Watch] = {}  # in the order of the first calls
         self._losses: list[Tensor] = []
         self._origin = LossOrigin()
         self._stale: set[nn.Module] = set()  # models that have been updated since their passes
-        self._backwards, self._checked, self._overflows = 0, 0, 0
+        self._backwards = 0
+        self._checked = 0
+        self._overflows = 0
         self._is_scaled = False  # by a GradScaler, under which gradients may overflow
         # Reports a bad first backward pass, unless an optimizer's step follows, which is judged.
         self._pending: Callable[[], None] | None = None

@@ -49,8 +49,8 @@ class LossTerms:
             loss, norm, needs, where = ranks.terms(step, losses, *look(losses, through))
             lost = (sick & loss.isfinite()).tolist()
             self._partly |= {name for name, less in zip(losses, lost, strict=True) if less}
-        healthy = [*map(self.judge, losses, loss, norm, where)]
-        rows = [*zip(losses.values(), needs, healthy, strict=True)]
+        healthy = list(map(self.judge, losses, loss, norm, where))
+        rows = list(zip(losses.values(), needs, healthy, strict=True))
         kept = [x for x, _, well in rows if well]
         cut = [x for x, _, well in rows if not well]
         return kept, cut, any(need and well for _, need, well in rows)

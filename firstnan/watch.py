@@ -176,7 +176,7 @@ class Call:
     gradients: dict[int, Tensor] = field(default_factory=dict)  # by the output's number
 
     def __post_init__(self) -> None:
-        self.versions = [*map(version_of, self.inputs)]
+        self.versions = list(map(version_of, self.inputs))
 
     def keep_gradient(self, number: int, gradient: Tensor) -> None:
         """Keep the gradient at an output, as a hook of it."""
@@ -323,7 +323,7 @@ class Watch:
             with _as_before(model, call, Recorder(model)):
                 repeating.clear()  # so that `part` takes notice
                 _repeat(model, call)
-        return [*part.calls]
+        return list(part.calls)
 
     def _explain(self, call: Call) -> Finding | None:
         """Repeat a forward pass; return its fault, or why it cannot run again."""
@@ -472,7 +472,7 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def _why_not_repeated(model: nn.Module, call: Call | None = None) -> str:
-    if call is not None and [*map(version_of, call.inputs)] != call.versions:
+    if call is not None and list(map(version_of, call.inputs)) != call.versions:
         return "the loop has overwritten the model's inputs since"
     if any(is_sharded(p) for p in model.parameters()):
         return "the weights are sharded over ranks"

@@ -19,7 +19,11 @@ from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.columns import DECIDED, Column, Columns, codes_of, group_rows
 from ssl_kd_explore.decisions import Curation
 
-TYPICAL, NEAREST, BETWEEN, DIFFERENT = 8, 3, 12, 3  # entries of a page's lists, at most
+# Entries of the lists of a page, at most.
+TYPICAL = 8
+NEAREST = 3
+BETWEEN = 12
+DIFFERENT = 3
 COMPARED = 20_000  # random samples of a cluster that are compared with another one
 BLOCK = 16_384  # rows of embeddings in memory
 LEAST = 0.1  # difference of a column that is worth a line, as a share of samples
@@ -62,7 +66,7 @@ class ClusterPages:
         clusters = self._curation.clusters
         entries = {entry["cluster"]: entry for entry in self.list_clusters(clusters)}
         if cluster not in entries:
-            known = ", ".join(map(str, [*entries][:12])) or "none"
+            known = ", ".join(map(str, list(entries)[:12])) or "none"
             raise InputError(f"there is no cluster {cluster}; the largest clusters are {known}")
         numbers, centroids = self._centroids(clusters)
         place = numbers.index(cluster)

@@ -36,11 +36,15 @@ def settings_of(
     if media is not None:
         columns = {name: getattr(settings, name) for name in ("column", "label_column", "labels")}
         open_rows(data, "train", media=media, **columns)
-    name, state, settings = data, [], settings.replace(dataset=data)
+    name = data
+    state = []
+    settings = settings.replace(dataset=data)
     if data not in DATASETS:
         path = dataset_path(data).resolve()
         own = [Path(f).resolve() for f in (settings.runs_dir, settings.embeddings_root)]
-        name, state, settings = path.stem, _states(path, own), settings.replace(dataset=str(path))
+        name = path.stem
+        state = _states(path, own)
+        settings = settings.replace(dataset=str(path))
     free = {*settings.free_on_resume, "resume", "run_name", "runs_dir", "device"}
     values = {k: v for k, v in settings.to_dict().items() if k.lower() not in free}
     digest = hashlib.sha256(json.dumps([state, values], sort_keys=True).encode()).hexdigest()

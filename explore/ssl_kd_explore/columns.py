@@ -48,7 +48,9 @@ class Columns:
     """
 
     def __init__(self, samples: Samples, curation: Curation) -> None:
-        self._curation, self._n, table = curation, len(samples), samples.table
+        self._curation = curation
+        self._n = len(samples)
+        table = samples.table
         own = {
             name: _comparable(column)
             for name, column in metadata(samples).items()
@@ -77,7 +79,7 @@ class Columns:
             flags = self._curation.checked if name == "checked" else self._curation.excluded
             return arrow.DictionaryArray.from_arrays(flags.astype(np.int32), ["", "yes"])
         if name not in self.kinds:
-            known = printable(", ".join([*self.kinds][:20]))
+            known = printable(", ".join(list(self.kinds)[:20]))
             hint = printable(nearest(name[:CHARACTERS], self.kinds))
             raise InputError(f"there is no column {short(name)}; expected {known}.{hint}")
         return self._columns[name]
@@ -102,7 +104,7 @@ class Columns:
             if not 0 <= row < self._n:
                 raise InputError(f"there is no sample {row}; expected 0 to {self._n - 1}")
         parts = [self.column(name).take(arrow.array(rows)).to_pylist() for name in columns]
-        return [[*map(_cell, values)] for values in zip(*parts, strict=True)]
+        return [list(map(_cell, values)) for values in zip(*parts, strict=True)]
 
     def chart(self, name: str) -> dict[str, Any]:
         """Return quantiles of a column of numbers, or counts of values, for each cluster."""

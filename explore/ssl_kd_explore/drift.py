@@ -36,7 +36,9 @@ def describe_rounds(samples: Samples) -> list[dict[str, Any]]:
 def _describe(samples: Samples, curation: Curation, rounds: list[NDArray]) -> dict[str, Any]:
     """Describe the last of the rounds, each of which is an array of row numbers."""
     *earlier, rows = rounds
-    clusters, names, n_trained = curation.clusters, curation.names, samples.config["n_clusters"]
+    clusters = curation.clusters
+    names = curation.names
+    n_trained = samples.config["n_clusters"]
     assigned, confidence, outlier = map(samples.column, ("cluster", "confidence", "outlier"))
     n_known = assigned[: rows[0]].max(initial=n_trained - 1) + 1
     joined = rows[assigned[rows] < n_known]

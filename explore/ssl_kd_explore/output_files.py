@@ -69,7 +69,9 @@ def safe_name(text: str) -> str:
 
 def unique_name(name: str, taken: set[str]) -> str:
     """Number a name that is taken, ignoring case, as `A (2).png`, and add it to those taken."""
-    (stem, suffix), unique, number = os.path.splitext(name), name, 1
+    stem, suffix = os.path.splitext(name)
+    unique = name
+    number = 1
     while unique.casefold() in taken:
         number += 1
         unique = f"{stem} ({number}){suffix}"

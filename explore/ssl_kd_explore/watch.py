@@ -53,7 +53,9 @@ class Watch:
     def __init__(
         self, folder: Path, place: Path, settings: VisionSettings, given: Mapping[str, Any]
     ) -> None:
-        self.folder, self.place, self.given = folder.resolve(), place.resolve(), given
+        self.folder = folder.resolve()
+        self.place = place.resolve()
+        self.given = given
         self.settings = settings.replace(runs_dir=str(self.place))
         if self.place.is_relative_to(self.folder) or self.folder.is_relative_to(self.place):
             raise InputError(

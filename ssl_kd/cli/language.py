@@ -220,7 +220,7 @@ def _judged_settings(
             f"--{unused[0]} has no effect on judging: leave it out ({_JUDGE} --help lists the "
             "settings that have)"
         )
-    kept = [*_JUDGE_SETTINGS]
+    kept = list(_JUDGE_SETTINGS)
     if run is not None:
         config = _config_of(run)
         check_version(run, config, LanguageSettings)

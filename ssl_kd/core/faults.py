@@ -55,7 +55,9 @@ def diagnose(
     Only `settings` (lower-case name -> value) are advised, and no learning rate above `usual_lr`:
     a tenth of one that is far too large may still be too large.
     """
-    found, now, new = diagnosis.diagnose(fault), settings or {}, {}
+    found = diagnosis.diagnose(fault)
+    now = settings or {}
+    new = {}
     is_zero = found.cause in diagnosis.OF_ZERO
     in_fp16 = any(facts.dtype == "float16" for facts in fault.inputs)
     if found.cause == Cause.FP16_OVERFLOW or (is_zero and in_fp16):

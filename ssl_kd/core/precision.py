@@ -212,7 +212,7 @@ def promote_to_fp32(model: nn.Module) -> str | None:
             parameter.grad = gradient.float()
     line = (
         f"{len(halves)} trainable parameters were {' and '.join(dtypes)} and are fp32 masters now: "
-        f"{_listed([*halves])}; run the model under autocast"
+        f"{_listed(list(halves))}; run the model under autocast"
     )
     poisoned = [n for n, p in halves.items() if not torch.isfinite(p.detach()).all()]
     return f"{line}; NOT FINITE: {_listed(poisoned)}" if poisoned else line

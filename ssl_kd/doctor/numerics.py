@@ -13,7 +13,10 @@ from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.train.heads import HeadBank, head_maker
 from ssl_kd.vision.train.rows import part_norms
 
-_DIM, _CLUSTERS, _HEADS, _BATCH = 32, 10, 4, 16
+_DIM = 32
+_CLUSTERS = 10
+_HEADS = 4
+_BATCH = 16
 
 
 def _bank(heads: HeadSettings) -> tuple[HeadBank, Tensor]:

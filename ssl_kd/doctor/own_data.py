@@ -158,7 +158,7 @@ def faults_of(events: list[Event], samples: list[str], precision: Precision) -> 
         if event.stage in changes:
             groups.setdefault((event.stage, event.reason), []).append(event)
     for (stage, reason), group in groups.items():
-        parts = first_few([*dict.fromkeys(event.part for event in group)], 5)
+        parts = first_few(list(dict.fromkeys(event.part for event in group)), 5)
         steps = {event.step: None for event in group}
         result = f"{', '.join(parts)}: {reason}, at step {', '.join(map(str, steps))}"
         if stage == "input" and group[0].value is not None:

@@ -94,7 +94,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
     )
 
     def compare(way: str, allowed: Allowed) -> Agreement:
-        values, gradient = measure(torch.stack([*distiller.terms(batch).values()]))
+        values, gradient = measure(torch.stack(list(distiller.terms(batch).values())))
         off = (values - plain[0]).abs() / plain[0].abs().clamp(min=LEAST)
         distance = (gradient - plain[1]).norm() / plain[1].norm().clamp(min=1e-30)
         (ce, kd), (ce_off, kd_off) = values.tolist(), off.tolist()

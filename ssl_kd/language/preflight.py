@@ -110,7 +110,9 @@ def check_before_judging(settings: LanguageSettings) -> Texts:
     names = () if settings.teacher_model in ("none", "self") else settings.teacher_names
     if names:
         _check_quantization(faults, settings)
-    remote, teachers, student = settings.trust_remote_code, [], None
+    remote = settings.trust_remote_code
+    teachers = []
+    student = None
     with faults.of("STUDENT_MODEL"):  # students are saved unquantized
         student = outline_causal_lm(settings.student_model, remote_code=remote)
     for name in names:

@@ -36,7 +36,9 @@ FIRST_STEPS = 5  # whose loss terms are logged
 
 def config_facts(prepared: Prepared) -> dict[str, Any]:
     """Return the facts about models, data and resolved settings for `config.json`."""
-    settings, train_set, blocks = prepared.settings, prepared.train_set, prepared.student_blocks
+    settings = prepared.settings
+    train_set = prepared.train_set
+    blocks = prepared.student_blocks
     teachers = [_model_facts(lm) for lm in prepared.teacher.lms]
     others = teachers[1:]
     return {
@@ -75,7 +77,7 @@ def write_left_out(prepared: Prepared, path: Path) -> None:
 def _model_facts(lm: CausalLM) -> dict[str, Any]:
     if lm.model is None:
         return {"name": lm.name}
-    config, parameters = lm.model.config.get_text_config(), [*lm.model.parameters()]
+    config, parameters = lm.model.config.get_text_config(), list(lm.model.parameters())
     return {
         "name": lm.name,
         "parameters": sum(p.numel() for p in parameters),
@@ -87,7 +89,9 @@ def _model_facts(lm: CausalLM) -> dict[str, Any]:
 
 def card_facts(prepared: Prepared, distiller: Distiller, events: int) -> dict[str, str]:
     """Return what the student's model card says about its origin, without local folders."""
-    settings, data, defaults = prepared.settings, prepared.train_set, LanguageSettings().to_dict()
+    settings = prepared.settings
+    data = prepared.train_set
+    defaults = LanguageSettings().to_dict()
     teachers = [
         (without_folders(t.name), t.weights_id.split()[0][:16]) for t in prepared.teacher.lms
     ]

@@ -34,7 +34,9 @@ class SplitAssignments:
     """
 
     def __init__(self, store: EmbeddingStore, model: ClusterModel, seed: int) -> None:
-        self.store, self.seed, n = store, seed, store.n
+        self.store = store
+        self.seed = seed
+        n = store.n
         self.sizes = model.options["levels"] or []  # clusters of each tree level, finest first
         k = min(TOP_K, model.n_clusters)
         clusters = torch.empty(n, k, dtype=torch.int32)  # most probable first

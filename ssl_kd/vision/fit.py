@@ -46,7 +46,9 @@ LARGE_DEPARTURE = 0.05  # of the heads from the partition that they learned
 # state of these four.
 STORED_WEIGHTS = 8
 # Range in which the temperature of the model's output is searched, and the number of bisections.
-COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
+COLDEST = 0.05
+HOTTEST = 20.0
+HALVINGS = 40
 ROWS_PER_HALVING = 512  # softmax of so many rows fits into a cache
 
 

@@ -63,7 +63,7 @@ class Partitions:
         """Return the consensus, in which the partitions of `heads` vote as well, or `alone`."""
         k, ensemble = self.n_clusters, self.ensemble
         if heads:
-            ensemble = ensemble.joined_by([*heads], k, alone=alone)
+            ensemble = ensemble.joined_by(list(heads), k, alone=alone)
         agreed = torch.from_numpy(ensemble.clusters)
         clusters = Splits.fit(self.projected, agreed, k)(self.projected, agreed)  # if fewer
         levels = torch.from_numpy(np.stack(nested_levels(self.graph, clusters.numpy())))

@@ -95,7 +95,9 @@ def learn(context: RunContext, store: EmbeddingStore, n_clusters: int | None) ->
 
     If `n_clusters` is None, the number of clusters is chosen from the neighbor graph.
     """
-    settings, clock, ranks = context.settings, context.clock, context.ranks
+    settings = context.settings
+    clock = context.clock
+    ranks = context.ranks
     rows = TrainingRows.fit(store, settings, n_clusters)
     if rows.unequal:
         logger.warning("%s", rows.unequal)
@@ -186,7 +188,9 @@ def _train(
         0; and entries for `metrics.json`.
     """
     rows.load()  # before the memory for the heads is checked
-    settings, folder, ranks = context.settings, context.folder, context.ranks
+    settings = context.settings
+    folder = context.folder
+    ranks = context.ranks
     dim, precision = rows.projection.dim, context.precision
     trainer = make_trainer(settings, dim, leader.n_clusters, precision, ranks.heads)
     ranks.caught = context.signals.caught

@@ -40,7 +40,9 @@ class HeadRanks:
                 f"was started: start at most {n_heads} processes, or raise --n_heads"
             )
         bounds = [n_heads * rank // ranks.world for rank in range(ranks.world + 1)]
-        self.ranks, self._bounds, self._n_heads = ranks, bounds, n_heads
+        self.ranks = ranks
+        self._bounds = bounds
+        self._n_heads = n_heads
         self.heads = range(bounds[ranks.rank], bounds[ranks.rank + 1])
         self.caught: list[int] = []  # signals that this rank received
         self._agreed_to_stop = False

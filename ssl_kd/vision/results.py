@@ -48,7 +48,9 @@ def judge(
             context.progress("judge", done, n_stages, {"split": name})
         write_assignments(context.folder.path, splits)
     with context.clock("judge"):
-        train, test, n_clusters = splits["train"], splits.get("test"), model.n_clusters
+        train = splits["train"]
+        test = splits.get("test")
+        n_clusters = model.n_clusters
         baselines = []
         if run_baselines:
             held_out: dict[str, Any] = {} if test is None else {"test_x": test.x}

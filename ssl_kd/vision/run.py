@@ -107,7 +107,9 @@ def _embed(
     context: RunContext,
 ) -> tuple[dict[str, Dataset], Teacher, dict[str, EmbeddingStore]]:
     """Return the data of each split, the teacher, and the embeddings of each split."""
-    settings, folder, precision = context.settings, context.folder, context.precision
+    settings = context.settings
+    folder = context.folder
+    precision = context.precision
     extractions = open_extractions(settings, precision, progress=context.progress)
     train = extractions["train"]
     # Checked before embedding, which may take hours.

@@ -153,7 +153,9 @@ class Samples:
             return self._stores[split]
         added = self._extension(split)
         if added is not None:
-            folder, name, digest = added["embeddings"], "extend", added["digest"]
+            folder = added["embeddings"]
+            name = "extend"
+            digest = added["digest"]
         else:
             digest = self.config["learns_from"] if split == "train" else None
             folder, name = self.settings["EMBEDDINGS_DIR"], split

@@ -74,7 +74,7 @@ def spread(voters: Sequence[Candidate], n: int) -> list[Candidate]:
         families.setdefault(voter.family, []).append(voter)
     counts = dict.fromkeys(families, 0)
     for _ in range(n):
-        left = [name for name in families if counts[name] < len(families[name])] or [*families]
+        left = [name for name in families if counts[name] < len(families[name])] or list(families)
         counts[min(left, key=counts.__getitem__)] += 1
     return [
         families[name][turn * len(families[name]) // count]

@@ -148,7 +148,10 @@ def _check(
     def show(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: progress(stage, done, total, {})
 
-    floor, split, pictures, sizes = flags.duplicates, flags.split, None, None
+    floor = flags.duplicates
+    split = flags.split
+    pictures = None
+    sizes = None
     is_needed = flags.images or flags.rule == "largest"
     if run is not None and (is_needed or run.samples.pictured):
         try:

@@ -133,7 +133,9 @@ def _rows_by_name(samples: Samples, keys: list[str]) -> arrow.Table:
 
 def agreement_sentences(comparison: dict[str, Any]) -> Iterator[str]:
     """Yield sentences on how far two runs agree, the most important first."""
-    a, b, agreement = comparison["a"], comparison["b"], comparison["agreement"]
+    a = comparison["a"]
+    b = comparison["b"]
+    agreement = comparison["agreement"]
     matched = percent(agreement["matched"])
     yield f"A and B agree on {matched} % of {comparison['samples']:,} samples."
     yield (

@@ -59,7 +59,9 @@ class Duplicates:
         floor: float,
     ) -> None:
         order = np.lexsort((second, first, -similarity, chance))
-        self.store, self.floor, self.first_equal = store, floor, first_equal
+        self.store = store
+        self.floor = floor
+        self.first_equal = first_equal
         self.first, self.second = first[order], second[order]
         self.similarity, self.chance = similarity[order], chance[order]
         self.same_picture = same_picture[order]
@@ -219,7 +221,9 @@ def near_duplicates(
         pairs.append((alike, others_alike, np.concatenate(distances)))
     first, second, distance = (np.concatenate(part) for part in zip(*pairs, strict=True))
     keys, at = np.unique(first * np.int64(n) + second, return_index=True)
-    first, second, distance = keys // n, keys % n, distance[at]
+    first = keys // n
+    second = keys % n
+    distance = distance[at]
     same_picture = np.isin(keys, alike * np.int64(n) + others_alike)
     chance = _chance(spacing, first, second, distance)
     # Equal rows are in one group by their links to the first of them.

@@ -24,7 +24,9 @@ class Ranked:
         columns: Mapping[str, NDArray] | None = None,
     ) -> None:
         order = np.lexsort((rows, -scores))
-        self._names, self.rows, self.scores = names, rows[order], scores[order]
+        self._names = names
+        self.rows = rows[order]
+        self.scores = scores[order]
         self.columns = {name: values[order] for name, values in (columns or {}).items()}
 
     def __len__(self) -> int:

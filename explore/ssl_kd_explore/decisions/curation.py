@@ -32,7 +32,9 @@ from ssl_kd_explore.decisions.line_format import (
 )
 from ssl_kd_explore.decisions.state import History, LineError
 
-FILE, LOCK, WAIT = "curation.jsonl", ".curation.lock", 10.0
+FILE = "curation.jsonl"
+LOCK = ".curation.lock"
+WAIT = 10.0
 Line = dict[str, Any]
 _MUTEX = threading.RLock()  # a thread of this process sees a change completely or not at all
 
@@ -68,7 +70,9 @@ class Curation:
     def __init__(self, samples: Samples, by: str | None = None) -> None:
         if by is not None:
             check_field("by", by)
-        self.samples, self.path, self.by = samples, samples.path / FILE, by
+        self.samples = samples
+        self.path = samples.path / FILE
+        self.by = by
         self._digests: dict[int, str] = {}
         self._content, self._history = b"", History(samples)
         remove_orphans(self.path)
@@ -131,7 +135,7 @@ class Curation:
         Raises:
             InputError: there are fewer than two different numbers, or a cluster does not exist.
         """
-        decision = {"do": "merge", "clusters": np.unique([*clusters]).tolist()}
+        decision = {"do": "merge", "clusters": np.unique(list(clusters)).tolist()}
         return self.decide(decision if name is None else decision | {"name": name})
 
     def split(
@@ -292,7 +296,9 @@ class Curation:
         A split by the tree gets its parts here, and the check of a cluster its samples, because
         another program may have changed the cluster since the decision was requested.
         """
-        line, new, n = dict(request), history.next_number, len(self.samples)
+        line = dict(request)
+        new = history.next_number
+        n = len(self.samples)
         if line["do"] == "split" and "rows" not in line:
             level, parts = history.state.tree_parts(line["cluster"])
             line |= {"level": level, "parts": [[part, new + k] for k, part in enumerate(parts)]}

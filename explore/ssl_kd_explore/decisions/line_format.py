@@ -81,7 +81,7 @@ def _form(do: str, form: str, is_request: bool) -> dict[str, Any]:
     fields = _FIELDS | {"do": {"const": do}}
     if is_request:
         fields["new"] = {"type": "null", "description": "null"}
-    required = ["do"] if is_request else [*REQUIRED]
+    required = ["do"] if is_request else list(REQUIRED)
     required += [key for key in form.split() if not key.endswith("?")]
     known = dict.fromkeys([*required, *form.replace("?", "").split(), "by"])
     return {

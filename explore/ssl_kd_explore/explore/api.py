@@ -92,9 +92,9 @@ def _schema_of(shape: Any) -> dict[str, Any]:
     """Return the JSON Schema of a shape in `ROUTES`."""
     if isinstance(shape, dict):
         properties = {name: _schema_of(value) for name, value in shape.items()}
-        return {"type": "object", "properties": properties, "required": [*shape]}
+        return {"type": "object", "properties": properties, "required": list(shape)}
     if isinstance(shape, list):
         return {"type": "array", "items": _schema_of(shape[0])}
     if isinstance(shape, tuple):
-        return {"anyOf": [*map(_schema_of, shape)]}
+        return {"anyOf": list(map(_schema_of, shape))}
     return {"type": _TYPES[shape]} if shape in _TYPES else {}

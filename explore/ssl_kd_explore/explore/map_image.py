@@ -14,7 +14,9 @@ from ssl_kd_explore.columns import Columns, codes_of, group_rows
 
 MARGIN = 0.94  # as on the page (plot.js)
 NUMBERED = 40  # clusters that get their number on the map, the largest ones
-SMALLEST, LARGEST, DPI = 64, 4096, 100  # pixels of a side, and of an inch
+SMALLEST = 64  # pixels of a side
+LARGEST = 4096
+DPI = 100
 
 
 def map_image(places: NDArray[np.float32], columns: Columns, color: str, width: int) -> Image.Image:
@@ -25,7 +27,9 @@ def map_image(places: NDArray[np.float32], columns: Columns, color: str, width: 
 
     if not SMALLEST <= width <= LARGEST:
         raise InputError(f"`width` is {width}; expected {SMALLEST} to {LARGEST} pixels")
-    colors, limits, points_per_pixel = _colors(columns, color), (-1 / MARGIN, 1 / MARGIN), 72 / DPI
+    colors = _colors(columns, color)
+    limits = (-1 / MARGIN, 1 / MARGIN)
+    points_per_pixel = 72 / DPI
     canvas = FigureCanvasAgg(Figure((width / DPI, width / DPI), DPI))
     axes = canvas.figure.add_axes((0, 0, 1, 1), xlim=limits, ylim=limits)
     axes.set_axis_off()

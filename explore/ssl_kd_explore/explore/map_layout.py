@@ -25,7 +25,9 @@ from ssl_kd.vision.samples import Samples
 logger = logging.getLogger(__name__)
 
 # Samples that t-SNE lays out; nearest landmarks of each other sample; rows that are read at once.
-LANDMARKS, NEAREST, BLOCK = 5000, 10, 8192
+LANDMARKS = 5000
+NEAREST = 10
+BLOCK = 8192
 FILE, SEED = "map.pt", 0
 
 

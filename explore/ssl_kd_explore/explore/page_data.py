@@ -39,7 +39,9 @@ _REDIRECT = (
 Put = Callable[[str, bytes], object]  # stores a file, given its name and content
 PICTURES, EXAMPLES = 10_000, 400  # pictures of a static page; examples on the map
 TRIED = 20  # samples that are tried to find a picture that can be read
-TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture and of a tiny one; pictures per sheet row
+TILE = 64  # pixels of a picture
+TINY = 32  # pixels of a tiny picture
+COLUMNS = 32  # pictures in a row of a sheet
 GRID = 256  # the density of samples is counted in GRID x GRID cells of the map
 
 
@@ -183,7 +185,7 @@ def _describe_column(columns: Columns, name: str) -> dict[str, Any]:
     """Return kind and file of a column that colors the map, with its ends or its values."""
     column, kind = columns.column(name), columns.kinds[name]
     if kind == "category":
-        values = [*map(printable, column.dictionary.to_pylist())]
+        values = list(map(printable, column.dictionary.to_pylist()))
         return {"kind": kind, "file": f"{name}.i32", "values": values}
     if kind == "cluster":
         return {"kind": kind, "file": f"{name}.i32"}
@@ -222,7 +224,9 @@ def _write_sheets(
     """Write `sheet_0.webp`, ... with 1,024 pictures each, missing ones white; return the layout."""
     others = np.setdiff1d(np.arange(len(samples)), examples, assume_unique=True)
     drawn = others[random_rows(len(others), pictures - len(examples), 0)]
-    rows, tile, per_sheet = np.union1d(examples, drawn), TINY if is_tiny else TILE, COLUMNS**2
+    rows = np.union1d(examples, drawn)
+    tile = TINY if is_tiny else TILE
+    per_sheet = COLUMNS**2
     missing, last = 0, ""
     for start in range(0, len(rows), per_sheet):
         shown = rows[start : start + per_sheet]

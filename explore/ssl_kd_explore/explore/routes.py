@@ -60,4 +60,4 @@ def _rows(text: str) -> list[int]:
             f"`rows` has {len(numbers)} entries; expected 1 to {CELL_ROWS:,} numbers of samples, "
             "such as rows=1,5,9"
         )
-    return [*map(int, numbers)]
+    return list(map(int, numbers))

@@ -53,7 +53,9 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 SHOWN = 2000  # characters of a text that are sent to the page
-ADDRESS, LARGEST, IMAGE_SIDE = "127.0.0.1", 32 << 20, 320
+ADDRESS = "127.0.0.1"
+LARGEST = 32 << 20
+IMAGE_SIDE = 320
 LARGEST_SIDE = 4096  # pixels of a picture that the page shows large
 NEIGHBORS, BLOCK = 12, 65_536  # neighbors of a sample that the page shows; rows compared at once
 PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for the rest of a refused request

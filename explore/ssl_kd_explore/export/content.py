@@ -150,4 +150,4 @@ class Content:
             if not skip_missing or not files:
                 raise InputError(f"{message}. Put them back, or skip them with --skip_missing")
             logger.warning("%s; these samples are not exported", message)
-        return replace(self, rows=np.array([*files], np.int64)), [*files.values()]
+        return replace(self, rows=np.array(list(files), np.int64)), list(files.values())

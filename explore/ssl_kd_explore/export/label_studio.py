@@ -24,7 +24,7 @@ def write_label_studio(
     """
     content, files = content.with_pictures(skip_missing=skip_missing)
     content.write_decisions(folder)
-    interface = _interface([*content.cluster_names().values()])
+    interface = _interface(list(content.cluster_names().values()))
     (folder / "label_config.xml").write_text(interface, encoding="utf-8")
     served = "/" if url is None else os.path.commonpath([file.parent for file in files])
     base = LOCAL if url is None else f"{url.rstrip('/')}/"

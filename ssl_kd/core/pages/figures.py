@@ -17,7 +17,10 @@ from ssl_kd.core.colors import tint
 
 ACCENT, WARNING = tint(0), "#e76300"
 # Placeholders for colors of the page, so that one figure serves both themes.
-INK, MUTED, GRID, CARD = "#010203", "#040506", "#070809", "#0a0b0c"
+INK = "#010203"
+MUTED = "#040506"
+GRID = "#070809"
+CARD = "#0a0b0c"
 PAGE_COLORS = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--line)", CARD: "var(--card)"}
 STYLE: Any = {
     "svg.fonttype": "none",

@@ -218,7 +218,9 @@ class Replay:
 
     def __str__(self) -> str:
         """Return the report: the fault, its place, inputs and cause, and what to change."""
-        event, fault, how = self.bundle.event, self.fault, self.bundle.settings["replay"]
+        event = self.bundle.event
+        fault = self.fault
+        how = self.bundle.settings["replay"]
         rows = [("fault", f"{event.part}, step {event.step}: {event.reason}")]
         if not how["exact"]:
             rows.append(("note", "the state is from a later step; the fault may not appear again"))

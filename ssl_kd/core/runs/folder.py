@@ -60,7 +60,9 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, writer: Writer | NoWriter) -> None:
-        self.path, self.writer, self.events = path, writer, writer.events
+        self.path = path
+        self.writer = writer
+        self.events = writer.events
 
     @classmethod
     def open(cls, run: RunSettings) -> RunFolder:

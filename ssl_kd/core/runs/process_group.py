@@ -31,7 +31,7 @@ class ProcessGroup(Agreement):
     def sums(self, what: str, *numbers: float) -> list[float]:
         """Sum numbers over the ranks in float32; `what` names them, identically on all ranks."""
         if self.world == 1:
-            return [*numbers]
+            return list(numbers)
         of_ranks = self.exchange(what, torch.tensor(numbers, dtype=torch.float32))
         return of_ranks.double().sum(0).tolist()
 

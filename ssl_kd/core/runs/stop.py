@@ -20,7 +20,9 @@ class Signals:
 
     def __init__(self, folder: RunFolder | None = None) -> None:
         self.caught: list[int] = []
-        self._folder, self._deferred, self._before = folder, False, {}
+        self._folder = folder
+        self._deferred = False
+        self._before = {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # as Python requires

@@ -43,10 +43,15 @@ class Ledger:
         rebuild: bool = False,
         shared: bool = False,
     ):
-        self.kind, self.folder, self.name, self.fingerprint = kind, folder, name, fingerprint
+        self.kind = kind
+        self.folder = folder
+        self.name = name
+        self.fingerprint = fingerprint
         self.header, self._adopt = header, adopt  # `look` updates the fields in `adopt`
         self.shard_rows = shard_rows  # `look` takes it from an existing cache
-        self.force, self.rebuild, self._shared = force, rebuild, shared
+        self.force = force
+        self.rebuild = rebuild
+        self._shared = shared
         self._anew: dict[str, bool] = {}  # marks an unfinished cache that replaces the finished one
         self.partial = folder / f"{name}.partial"
         self._refused: Collection[Manifest] = ()

@@ -47,7 +47,9 @@ class NonFiniteRow(UserError, ValueError):
     """Raised for a row that is NaN, infinite or implausibly large: sample `row` of the data set."""
 
     def __init__(self, file: str, position: int, row: int, sample: str, what: str):
-        self.file, self.row, self.sample = file, row, sample
+        self.file = file
+        self.row = row
+        self.sample = sample
         super().__init__(
             f"{file}, row {position} (row {row} of the data set, sample {sample!r}): {what}. "
             "Recompute its shard with --rebuild_damaged, remove the sample from the data, or "
@@ -110,7 +112,9 @@ def shard_file(name: str, shard: int, n_shards: int) -> str:
 
 
 def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
-    size, n, last = manifest["shard_rows"], manifest["n"], -1
+    size = manifest["shard_rows"]
+    n = manifest["n"]
+    last = -1
     for entry in manifest["shards"]:
         shard, stop = entry["start"] // max(size, 1), min(entry["start"] + size, n)
         file, rows = shard_file(name, shard, -(-n // max(size, 1))), stop - entry["start"]

@@ -76,7 +76,9 @@ class ShardWriter(Generic[S]):
         rebuild: bool = False,
         back: Callable[[Manifest], bool] = lambda entry: False,
     ):
-        self.kind, self.folder, self.name = kind, Path(folder), name
+        self.kind = kind
+        self.folder = Path(folder)
+        self.name = name
         self.fingerprint, self._back = fingerprint, back
         self.n = len(ids)
         self._ids, self._only = ids, only

@@ -55,7 +55,9 @@ def judge_tokens(
     scores = TokenScores()
     with nullcontext() if isinstance(model, FrozenTeacher) else evaluating(model):
         if isinstance(model, FrozenTeacher):
-            predict, device, autocast = model, model.device, nullcontext
+            predict = model
+            device = model.device
+            autocast = nullcontext
         else:
             predict, device = _predictor(model), next(model.parameters()).device
         for tag, rows in _batches(blocks, batch_size):

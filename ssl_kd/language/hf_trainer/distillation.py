@@ -209,7 +209,9 @@ class DistillationTrainer(Trainer):
             x = outputs.logits
             if self._linear:
                 head = without_adapters(self.model).get_output_embeddings()
-                x, weight, bias = self._hidden.pop(), head.weight, head.bias
+                x = self._hidden.pop()
+                weight = head.weight
+                bias = head.bias
             ce, kd = distillation_terms(
                 x.flatten(0, 1)[rows],
                 weight,
@@ -254,7 +256,7 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """Return the weighted sum of the terms; with `return_outputs` also the model's output."""
         sums, outputs = self.terms(model, inputs, all_logits=return_outputs)
-        loss = torch.stack([*self._weighted(sums, inputs, num_items_in_batch).values()]).sum()
+        loss = torch.stack(list(self._weighted(sums, inputs, num_items_in_batch).values())).sum()
         return (loss, outputs) if return_outputs else loss
 
     def _weighted(
@@ -272,7 +274,7 @@ class DistillationTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the batches of a step, and the number of target tokens in all processes."""
-        samples = [*islice(epoch_iterator, num_batches)]
+        samples = list(islice(epoch_iterator, num_batches))
         tokens = sum(int(_counts(batch)[:, 1:].sum()) for batch in samples)
         counts: Any = self.accelerator.gather(torch.tensor([tokens], device=device))
         return samples, counts.sum()

@@ -33,7 +33,9 @@ def model_card(
     with new weights, and `made` lists the student's origin; `data` is the name of its text.
     """
     hub = llm_module("huggingface_hub")
-    hub_name, base, data = _hub_name(base), without_folders(base), made.get("data", "")
+    hub_name = _hub_name(base)
+    base = without_folders(base)
+    data = made.get("data", "")
     dataset = data.removeprefix("hf:").partition(":")[0]
     scores = {} if isinstance(card, str) or not data else card[-1]
     results = [

@@ -32,7 +32,7 @@ def _file_names(path: Path, key: str) -> list[str]:
     """Return the file names that a JSON file has under `key`: one string, or a mapping's values."""
     try:
         value = json.loads(path.read_bytes()).get(key) if path.is_file() else None
-        names = [] if value is None else [value] if isinstance(value, str) else [*value.values()]
+        names = [] if value is None else [value] if isinstance(value, str) else list(value.values())
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"{key} does not name files")
     except (ValueError, AttributeError, RecursionError) as error:

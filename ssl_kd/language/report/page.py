@@ -11,7 +11,9 @@ from ssl_kd.language.report.curves import curve_text, loss_curves, perplexity_cu
 from ssl_kd.language.report.tables import SCORES
 from ssl_kd.language.settings import LanguageSettings
 
-TEACHER, BEFORE, STUDENT = "teacher", "student before", "student"
+TEACHER = "teacher"
+BEFORE = "student before"
+STUDENT = "student"
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
 # Field of a generation -> title of its column.
 TEXTS = {"teacher": TEACHER, "before": BEFORE, "after": "student after", "reference": "reference"}
@@ -58,7 +60,7 @@ def content(run: RunFiles) -> dict[str, Any]:
             for one in generations[:MAX_PROMPTS]
         ],
         "n_prompts": len(generations),
-        "columns": [*TEXTS.values()],
+        "columns": list(TEXTS.values()),
         "watched": bool(run.steps or run.events or metrics),
         "inputs": facts(_inputs(run)),
         "left_out": "\n".join(

@@ -81,7 +81,7 @@ class Sampler:
         """
         continuations: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
-            for batch in self._batches([*map(len, prompts)], rooms):
+            for batch in self._batches(list(map(len, prompts)), rooms):
                 new = self._generate(
                     [prompts[i] for i in batch],
                     max(rooms[i] for i in batch),
@@ -123,7 +123,10 @@ class Sampler:
         try:
             out = causal.generate(
                 input_ids=torch.tensor(
-                    [[self.ends[0]] * gap + [*ids] for gap, ids in zip(gaps, prompts, strict=True)],
+                    [
+                        [self.ends[0]] * gap + list(ids)
+                        for gap, ids in zip(gaps, prompts, strict=True)
+                    ],
                     device=device,
                 ),
                 attention_mask=torch.tensor(
@@ -151,7 +154,9 @@ class _Draw:
     def __init__(
         self, width: int, n: int, seeds: Sequence[int], ends: Tensor, temperature: float
     ) -> None:
-        self._width, self._ends, self._temperature = width, ends, temperature
+        self._width = width
+        self._ends = ends
+        self._temperature = temperature
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         numbers = [torch.rand(n, generator=g, dtype=torch.float64) for g in generators]
         self._uniform = torch.stack(numbers).to(ends.device)

@@ -43,7 +43,10 @@ class ServedSampler(CompletionServer):
 
     def __init__(self, url: str, local: Any, dtype: Any, folder: Path, ranks: Ranks) -> None:
         super().__init__(f"{url.rstrip('/').removesuffix('/v1')}/v1", "", timeout=TIMEOUT)
-        self.ends, self.sick, self._local, self._dtype = local.ends, 0, local, dtype
+        self.ends = local.ends
+        self.sick = 0
+        self._local = local
+        self._dtype = dtype
         self._folder, self._ranks = folder.absolute(), ranks
         self._pool = ThreadPoolExecutor(CONCURRENT_PROMPTS, "rollouts")
         rows = len(without_adapters(local.model).get_output_embeddings().weight)
@@ -56,7 +59,7 @@ class ServedSampler(CompletionServer):
     ) -> list[list[int]]:
         """Continue each prompt; raise ServerFailed if the server has other weights."""
         self._options |= self._ranks.from_first(self._send)
-        samples = [*self._pool.map(self._continue, prompts, rooms, seeds)]
+        samples = list(self._pool.map(self._continue, prompts, rooms, seeds))
         sick = [i for i, (_, values) in enumerate(samples) if not math.isfinite(sum(values))]
         self.sick, self.sums = self.sick + len(sick), {"difference": 0.0, "compared": 0.0}
         for i in [*sick, *range(len(samples))][:1]:
@@ -79,7 +82,7 @@ class ServedSampler(CompletionServer):
 
     def _continue(self, ids: Sequence[int], room: int, seed: int) -> tuple[list[int], list[float]]:
         """Return a continuation with log-probabilities; an end and NaN if they are not finite."""
-        request = {**self._options, "prompt": [*ids], "max_tokens": room, "seed": seed}
+        request = {**self._options, "prompt": list(ids), "max_tokens": room, "seed": seed}
         try:
             answer = self._parse(self._request("completions", request))
             return continuation_of(choice_of(answer, request["model"]), room, self.ends)

@@ -248,7 +248,9 @@ class _Document:
         read: list[tuple[np.ndarray, np.ndarray]],
         around: list[tuple[list[int], list[int]]],
     ) -> None:
-        self.begin, self.read, self.around = begin, read, around
+        self.begin = begin
+        self.read = read
+        self.around = around
         self.ends, *groups = align(read[0][1], read[1][1])  # end of each group
         # per tokenizer: first token of each group, and the number of tokens
         self.bounds = [np.searchsorted(group, np.arange(len(self.ends) + 1)) for group in groups]
@@ -303,7 +305,9 @@ def _lay_out(
     for place, sides in enumerate(rows):
         row = sides[side]
         n = len(row.ids)
-        ids[place, :n], ends[place, :n], counts[place, :n] = row.ids, row.ends, row.counts
+        ids[place, :n] = row.ids
+        ends[place, :n] = row.ends
+        counts[place, :n] = row.counts
         documents[place, :n] = 1
     tokens, targets, numbers = map(torch.from_numpy, (ids, counts, documents))
     learned, messages = torch.tensor(characters), first_few(layout.messages, MOST_NAMED)

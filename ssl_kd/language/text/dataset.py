@@ -383,7 +383,9 @@ def _lines(path: Path) -> Iterator[_Line]:
     is_packed = path.suffix.lower() == ".gz"
     with gzip.open(path, "rb") if is_packed else path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            where, text, fault = f"{path.name}:{number}", "", ""
+            where = f"{path.name}:{number}"
+            text = ""
+            fault = ""
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -469,7 +471,9 @@ def _read_plain(path: Path) -> Iterator[_Item]:
         length += len(line)
         if length > _LONG_DOCUMENT or (length > _DOCUMENT and not line.strip()):
             yield _as_document(lines, f"{path.name}:{first}")
-            lines, first, length = [], number + 1, 0
+            lines = []
+            first = number + 1
+            length = 0
     if first == 1 or any(map(str.strip, lines)):
         yield _as_document(lines, f"{path.name}:{first}")
 

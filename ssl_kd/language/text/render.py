@@ -246,7 +246,9 @@ class _Chat:
 
     def rendered(self, turns: Sequence[int], learn_thoughts: bool) -> Rendered:
         """Return the text with the spans of the assistant turns, given by message number."""
-        spans, lost, hidden = [], [], 0
+        spans = []
+        lost = []
+        hidden = 0
         try:
             whole, marks = self._shown(len(self._messages))
         except TemplateError:

@@ -303,7 +303,9 @@ def _fill(index: Any, store: EmbeddingStore, work: Path) -> None:
     """Add all rows to an empty index, in parts that fit in memory, and merge them on disk."""
     faiss, centroids = load_faiss(), 4 * index.nlist * store.dim  # bytes in each part
     most = max(1, max(PART_BYTES, 8 * centroids) // (2 * store.dim + 8))
-    parts, part, rows = [], faiss.clone_index(index), 0
+    parts = []
+    part = faiss.clone_index(index)
+    rows = 0
     for start, block in _unit_blocks(store):
         part.add_with_ids(block.numpy(), np.arange(start, start + len(block)))
         rows += len(block)

@@ -58,7 +58,10 @@ def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
     clusters, and rows that all point in nearly the same direction. The blocks `[b, D]` are all
     rows in order.
     """
-    peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
+    peaks = []
+    distinct = set()
+    n_units = 0
+    units = torch.zeros((), dtype=torch.float64)
     enough = max(2, n_clusters)
     for block in (part for wide in blocks for part in wide.split(ROWS_PER_SCAN)):
         peaks.append(row_peaks(block))
@@ -211,7 +214,10 @@ class EmbeddingStore(ShardStore):
     def statistics(cls, content: Content) -> Manifest:
         """Compute the extremes, the mean norm and the number of zero rows of a shard."""
         embeddings = content["embeddings"]
-        low, high, norms, zeros = [], [], 0.0, 0
+        low = []
+        high = []
+        norms = 0.0
+        zeros = 0
         for block in embeddings.split(ROWS_PER_SCAN):
             if block.numel():
                 block = block.float()

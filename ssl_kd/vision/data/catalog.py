@@ -152,7 +152,9 @@ def _open_folder(
     paths = None
     if folder.is_file():
         listed = read_file_list(folder)
-        folder, name, paths = listed["folder"], listed["folder"], listed["files"]
+        folder = listed["folder"]
+        name = listed["folder"]
+        paths = listed["files"]
     try:
         if split == "test" and class_names is None and labeled:
             class_names = _class_folders(splits.get("train"))

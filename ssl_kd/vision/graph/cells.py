@@ -61,7 +61,9 @@ def merge_cells(means: Floats, sizes: Ints, n_clusters: int) -> Ints:
     costs = np.maximum(squares[:, None] + squares - 2 * (means @ means.T), 0)
     costs *= weight[:, None] * weight / (weight[:, None] + weight)
     np.fill_diagonal(costs, np.inf)
-    left, merges, chain = np.ones(m, bool), list[tuple[float, int, int]](), list[int]()
+    left = np.ones(m, bool)
+    merges = list[tuple[float, int, int]]()
+    chain = list[int]()
     while len(merges) < m - 1:
         if not chain:
             chain.append(int(left.argmax()))
@@ -78,7 +80,10 @@ def merge_cells(means: Floats, sizes: Ints, n_clusters: int) -> Ints:
         union = (both - weight * costs[a, b]) / (weight + weight[a] + weight[b])
         left[b] = False
         union[~left], union[a] = np.inf, np.inf
-        costs[a], costs[:, a], costs[b], costs[:, b] = union, union, np.inf, np.inf
+        costs[a] = union
+        costs[:, a] = union
+        costs[b] = np.inf
+        costs[:, b] = np.inf
         weight[a] += weight[b]
     owner = np.arange(m)
     for _, a, b in sorted(merges)[: m - n_clusters]:

@@ -92,7 +92,9 @@ def refine(
     graph: Graph, clusters: Ints, n_clusters: int, alpha: float = ALPHA, sweeps: int = SWEEPS
 ) -> Ints:
     """Move each node to its best cluster, in sweeps over all, until the value stops growing."""
-    best, clusters, highest = clusters, np.asarray(clusters, np.int64), -np.inf
+    best = clusters
+    clusters = np.asarray(clusters, np.int64)
+    highest = -np.inf
     for _ in range(sweeps):
         ties = graph.ties(clusters, n_clusters)
         table = _joint(ties, clusters)
@@ -116,8 +118,12 @@ def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -
     if most is not None and most < len(a):
         best = np.argpartition(modularity_losses(joint)[a, b], most)[:most]
         a, b = a[best], b[best]
-    cells, share, pair = _xlogx(joint), joint.sum(1), np.arange(len(a))
-    rows, own, sizes = cells.sum(1), np.diag(cells), _xlogx(share)
+    cells = _xlogx(joint)
+    share = joint.sum(1)
+    pair = np.arange(len(a))
+    rows = cells.sum(1)
+    own = np.diag(cells)
+    sizes = _xlogx(share)
     merged = joint[a] + joint[b]
     both = _xlogx(merged)
     new = 2 * (both.sum(1) - both[pair, a] - both[pair, b])

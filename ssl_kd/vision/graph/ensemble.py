@@ -51,7 +51,9 @@ OWN_STARTS, OWN_ITERATIONS = 10, 300  # of k-means as a family of its own
 TIE = 1e-6  # vote for the present cluster of a sample
 VOTES = 5  # rounds at most
 DENSE = 400  # up to so many joint clusters a dense eigensolver is faster
-PEAKS, MASS, HEADS = "density peaks", "density mass", "heads"
+PEAKS = "density peaks"
+MASS = "density mass"
+HEADS = "heads"
 MIN_DISTANCE = 1e-9  # between clusters that some partition separates
 # If neighbors by direction are so many times as far as those by distance (mean square), and
 # families by direction agree so much less among themselves (adjusted Rand index), they lose their
@@ -61,7 +63,9 @@ OF_GRAPHS = "spectral", "communities", "layout", "density leaves"
 COMPARED = ("k-means", *OF_GRAPHS)
 # In a small table, whose largest size this is, a cluster has hardly more rows than a neighborhood:
 # graphs are trusted only if their families agree so much (adjusted Rand index).
-FEW_ROWS, FEW_COLUMNS, TRUSTED = 200, 32, 0.87
+FEW_ROWS = 200
+FEW_COLUMNS = 32
+TRUSTED = 0.87
 LEAST_VARIANCE = 0.01  # added to the variances of a mixture; the data have 1 on average
 EDGES = 2**18  # of which the lengths are in memory at once
 LINKED = 2000  # samples, at most, of which all pairs are compared
@@ -157,7 +161,7 @@ def cluster_agreement(
         shared = shared.reshape(-1, n_clusters)
         overlap = (shared / (of_candidate[:, None] + sizes - shared)).max(0)
         best[candidate.family] = np.maximum(best.get(candidate.family, 0.0), overlap)
-    return np.mean([*best.values()], axis=0)
+    return np.mean(list(best.values()), axis=0)
 
 
 def form_ensemble(
@@ -470,7 +474,7 @@ def any_size_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints
     order = np.random.default_rng(0).permutation(n)
     firsts = [order[np.unique(c.clusters[order], return_index=True)[1]] for c in candidates]
     every = dict.fromkeys(np.concatenate([*firsts, order]).tolist())
-    linked = np.sort([*every][:LINKED])
+    linked = np.sort(list(every)[:LINKED])
     rows = joint[linked]
     shared = (rows @ rows.T).toarray() / len(candidates)
     distances = scipy.spatial.distance.squareform(1 - shared, checks=False)

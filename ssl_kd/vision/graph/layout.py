@@ -41,7 +41,9 @@ def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
     places[:, : vectors.shape[1]] = 5 * vectors / np.maximum(np.abs(vectors).max(0), 1e-12)
     places += random.normal(scale=0.05, size=(n, dim)).astype(np.float32)
     edges: Any = sp.triu(graph, 1).tocoo()
-    head, tail, m = edges.row, edges.col, edges.nnz
+    head = edges.row
+    tail = edges.col
+    m = edges.nnz
     weights = (edges.data / max(edges.data.max(initial=0), 1e-12)).astype(np.float32)
     ones, columns = np.ones(m, np.float32), np.arange(m)
     to_head = sp.csr_matrix((ones, (head, columns)), shape=(n, m))
@@ -147,7 +149,9 @@ class Density:
         References:
             Chazal et al., Persistence-based clustering in Riemannian manifolds (ToMATo), 2013.
         """
-        n, distances, near = len(self.places), self._distances, self._near
+        n = len(self.places)
+        distances = self._distances
+        near = self._near
         density = -0.5 * np.log(np.square(distances).mean(1) + 1e-18)
         order = np.argsort(-density, kind="stable")
         rank = np.empty(n, np.int64)
@@ -182,7 +186,9 @@ class Density:
         """The single-linkage tree: nodes of each merge, sizes of nodes, distances of merges."""
         n = len(self.places)
         heads, tails, lengths = self._spanning_tree()
-        parent, size, children = list(range(2 * n - 1)), np.ones(2 * n - 1, np.int64), []
+        parent = list(range(2 * n - 1))
+        size = np.ones(2 * n - 1, np.int64)
+        children = []
         for new, (a, b) in enumerate(zip(heads.tolist(), tails.tolist(), strict=True), n):
             pair = _root(parent, a), _root(parent, b)
             for child in pair:
@@ -208,14 +214,18 @@ class Density:
         Lengths are mutual reachability distances. Edges between components of the neighbor graph
         are longer than all others, by the distance of the components' means.
         """
-        n, distances, near = len(self.places), self._distances, self._near
+        n = len(self.places)
+        distances = self._distances
+        near = self._near
         core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]
         rows = np.repeat(np.arange(n), near.shape[1])
         reach = np.maximum(np.maximum(distances.ravel(), core[rows]), core[near.ravel()]) + 1e-12
         graph = sp.csr_matrix((reach, (rows, near.ravel())), shape=(n, n))
         graph = graph.maximum(graph.T)
         tree = sp.csgraph.minimum_spanning_tree(graph).tocoo()
-        heads, tails, lengths = tree.row, tree.col, tree.data
+        heads = tree.row
+        tails = tree.col
+        lengths = tree.data
         n_pieces, piece = sp.csgraph.connected_components(graph, directed=False)
         if n_pieces > 1:
             means = np.stack([self.places[piece == p].mean(0) for p in range(n_pieces)])

@@ -171,7 +171,9 @@ def nested_levels(graph: Graph, clusters: Ints) -> list[Ints]:
             costs[owners[:, None] != owners] = np.inf
         return costs
 
-    labels, partitions, sizes = np.arange(m), [], level_sizes(k)
+    labels = np.arange(m)
+    partitions = []
+    sizes = level_sizes(k)
     for size in sorted({*sizes, k}, reverse=True):
         for _, merged in descend(small, labels, size, losses, pace=10):
             labels = merged

@@ -37,7 +37,9 @@ STEP = 1.08  # least factor between the numbers that are scored
 SMOOTH = 0.1  # standard deviation of the Gaussian that smooths the score along log K
 NEARLY_BEST = 0.96  # share of the highest score; the smallest number that has it is used
 # The likely numbers have this share of the highest score, and are these multiples of that number.
-PLAUSIBLE, LOWEST, HIGHEST = 0.6, 0.5, 1.5
+PLAUSIBLE = 0.6
+LOWEST = 0.5
+HIGHEST = 1.5
 # Larger numbers are not scored once the score has fallen this far, this factor above the best.
 FALLEN, BEYOND = 0.8, 3
 COMPARED = 2500  # samples, at most, of which partitions are compared
@@ -45,7 +47,9 @@ FIRST_VECTORS = 32
 APART = 1.25  # two alternatives closer than this factor are one
 # Mean adjusted Rand index of unanimous methods, of up to FEW clusters; below HOPELESS in the first
 # layout the others are skipped.
-UNANIMOUS, FEW, HOPELESS = 0.97, 30, 0.9
+UNANIMOUS = 0.97
+FEW = 30
+HOPELESS = 0.9
 
 
 @dataclass(frozen=True)

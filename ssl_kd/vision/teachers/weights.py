@@ -194,7 +194,9 @@ def rename_lite0(state: State) -> State:
         if match is None:
             module, _, leaf = key.partition(".")
             return f"{top.get(module, module)}.{leaf}"
-        number, module, leaf = int(match[1]), match[2], match[3]
+        number = int(match[1])
+        module = match[2]
+        leaf = match[3]
         return f"blocks.{blocks[number]}.{(other if number else first).get(module, module)}.{leaf}"
 
     return {rename(key): value for key, value in state.items()}
