@@ -62,7 +62,7 @@ def test_a_run_uploads_its_student_and_a_card_without_folders(settings, models, 
 
 
 def test_uploads_are_checked_before_training(settings, hub, models):
-    with pytest.raises(InputError, match="set both, or neither"):
+    with pytest.raises(InputError, match="HUB_MODEL_ID is None: set HUB_MODEL_ID"):
         settings(push_to_hub=True)
     hub.model_info.return_value.private = False
     with pytest.raises(InputError, match="it is public; --hub_private_repo False publishes"):
