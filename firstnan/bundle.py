@@ -1,7 +1,7 @@
 """Save what a bad forward pass needs to be run again elsewhere, and run it again there.
 
 A bundle is one file (`firstnan.bundle_file`). It holds rows of the training data. Bundles of other
-kinds, such as a training step of ssl_kd, are shown here; their report names the command that runs
+kinds, which other packages write, are shown here; their report names the command that runs
 them again.
 """
 
