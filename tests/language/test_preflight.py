@@ -162,7 +162,7 @@ def test_from_python_the_arguments_are_named(models, tmp_path, text_file):
 
 
 def test_a_name_that_the_hub_does_not_have(settings, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         CausalLMUnavailable, match="^STUDENT_MODEL: language model 'nobody/nothing'"
     ):
