@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-# Nothing here compiles torch's 10,000 files ahead of time: what is imported compiles itself.
+# Do not compile torch's 10,000 files ahead of time: each is compiled when it is imported.
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install $(if $(CI),--quiet) --no-compile
 # The three distributions of this repository are installed editable. The explorer comes last: before ssl_kd
 # with extras, pip 23.2 would look for the ssl_kd that it requires on PyPI.
@@ -57,7 +57,7 @@ config: $(VENV)/.installed ## Write config.py and scripts/config.py anew from th
 	$(PY) -m ssl_kd config train > config.py.new && mv config.py.new config.py
 	$(PY) -m ssl_kd config distill > config.py.new && mv config.py.new scripts/config.py
 
-dist: $(VENV)/.installed-dev ## Build the sdists and wheels of all three into dist/, and use them as a stranger does
+dist: $(VENV)/.installed-dev ## Build the sdists and wheels of all three into dist/, and use them in a new environment
 	bash .ci/dist
 
 clean: ## Remove .venv and build outputs; data and runs stay

@@ -28,12 +28,12 @@ NEAR = 1e-6
 
 
 def work(rank, settings):
-    """A run of one rank; where it is."""
+    """Run, and return the folder."""
     return str(run(settings))
 
 
 def by(world, settings):
-    """The folder of a run by so many ranks."""
+    """Run with `world` ranks, and return the folder."""
     if world == 1:
         return run(settings)
     path = Path(settings.runs_dir) / settings.run_name
@@ -47,7 +47,7 @@ def lines(path, name):
 
 
 def assert_near(one, two, near=NEAR):
-    """Two runs learned the same, but for rounding."""
+    """Check that two runs learned the same up to rounding."""
     for a, b in zip(lines(one, "metrics.jsonl"), lines(two, "metrics.jsonl"), strict=True):
         a, b = (row.get("eval", row) for row in (a, b))
         for name in a.keys() - {"tokens_per_second", "gpu_memory_gb"}:
@@ -83,7 +83,7 @@ KINDS = {
 
 @pytest.fixture
 def of_kind(settings, models):
-    """Settings of a kind of run."""
+    """Return a function that makes the settings of a kind of run."""
 
     def get(kind, **changes):
         own = {**KINDS[kind], **changes}
@@ -145,7 +145,7 @@ def test_a_run_resumes_with_another_number_of_ranks(of_kind, first, then):
 
 
 def torchrun(script, *flags, **options):
-    """Two processes of a script, as a user starts them."""
+    """Start two processes of a script by torchrun."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     words += ["--master_port", str(free_port()), str(ROOT / "scripts" / script), *flags]
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
@@ -154,7 +154,7 @@ def torchrun(script, *flags, **options):
 
 
 def flags_of(settings, **changes):
-    """The settings that differ from the defaults, as flags."""
+    """Return the settings that differ from the defaults, as flags."""
     given, usual = settings.replace(**changes).to_dict(), LanguageSettings().to_dict()
     pairs = [(name.lower(), value) for name, value in given.items() if value != usual[name]]
     return [f"--{name}={value}" for name, value in pairs]
@@ -176,7 +176,7 @@ def test_torchrun_distils_as_python_alone_does(settings):
 
 
 def cached(rank, settings, dies=None):
-    """Write a cache of many files; how many this rank wrote. One dies after its second."""
+    """Write a cache of many files, and return those of this rank; one rank may die in between."""
     writer.SHARD_BYTES = 1 << 14
     save, written = writer.ShardWriter._save, []
 

@@ -115,7 +115,7 @@ def test_the_confidence_is_low_where_other_partitions_disagree():
     model = unsure.model_
     calibrated = model.options["answer_temperature"]
     model.options["answer_temperature"] = 1.0
-    np.testing.assert_array_equal(unsure.predict(one), unsure.labels_)  # nobody has moved
+    np.testing.assert_array_equal(unsure.predict(one), unsure.labels_)  # the clusters are unchanged
     assert calibrated > 1
 
 

@@ -66,7 +66,7 @@ def settings(data, tmp_path):
 
 
 def work(rank, settings, *faults):
-    """Run, with faults put in before; what came of it: a word, a message, an exit code, seconds."""
+    """Run with injected faults; return the outcome, its message, an exit code and seconds."""
     for fault, *words in faults:
         fault(rank, *words)
     begun = time.monotonic()

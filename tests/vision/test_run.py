@@ -434,7 +434,7 @@ def test_rows_beyond_the_graph_are_learned_from_in_a_run_as_in_a_fit(settings, m
 
 @pytest.mark.slow
 def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
-    """Where nobody says how many steps there are, they are as many as without the stop."""
+    """Without MAX_STEPS, an interrupted run takes as many steps as an uninterrupted one."""
     ends = {"max_steps": None, "epochs": None, "checkpoint_every": 20}
     whole = run(settings(run_name="whole", **ends))
     for step in (30, 60, 80, 100, 140):

@@ -179,7 +179,7 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path):
 def test_a_temporary_file_removed_as_an_orphan_is_recreated(tmp_path, monkeypatch):
     real, removed = files.fcntl.flock, []
 
-    def late(file, how):  # somebody cleans up between the file's creation and its lock
+    def late(file, how):  # another process cleans up between the file's creation and its lock
         if not removed:
             removed.append(file.name)
             os.unlink(file.name)

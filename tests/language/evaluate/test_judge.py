@@ -192,7 +192,7 @@ def trained():
 
 def test_answers_are_counted(trained):
     scores, generations = judge_answers(trained, TOKENIZER, QUESTIONS, batch_size=3)
-    # The last example states no answer: it is no question.
+    # The last example states no answer, so it is not a question.
     assert (scores.n, scores.answered, scores.right, scores.faults) == (4, 4, 4, ())
     assert [g.where for g in generations] == [f"q.jsonl:{i}" for i in (1, 2, 3, 4)]
     assert [g.reference for g in generations] == ["4", "mat", "6", "Tom"]

@@ -27,7 +27,7 @@ ROWS = 6
 
 
 class Data:
-    """Records as our blocks hold them, and as a collator of somebody's own makes batches."""
+    """Records as blocks, and as batches of a user's collator."""
 
     def __init__(self, kind, folder):
         self.kind, self.processor = kind, processor_of(kind)

@@ -225,7 +225,7 @@ def test_only_assistant_tokens_count(tokenizer, monkeypatch):
     counted = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
     assert counted == "a dog!</s>a tree.</s>"
     assert blocks.characters == len("a dog!a tree.")
-    # A part in which nobody but the user speaks is dropped.
+    # A part with user messages only is dropped.
     split = make_blocks(dataset(chat), tokenizer, 4, packing=False)
     assert split.characters == blocks.characters and split.row_characters.min() >= 0
     parts = pieces(split)
