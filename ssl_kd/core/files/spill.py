@@ -73,8 +73,7 @@ def filled_array(rows: int, width: int, dtype: Any, fill: int = 0) -> np.ndarray
     dtype = np.dtype(dtype)
     if (size := rows * width * dtype.itemsize) <= IN_MEMORY:
         return np.full((rows, width), fill, dtype)
-    block_size = min(1 << 24, IN_MEMORY)
-    height = max(1, min(rows, block_size // (width * dtype.itemsize)))
+    height = max(1, min(rows, (1 << 24) // (width * dtype.itemsize)))
     block = np.full((height, width), fill, dtype)
     with _explain_full_disk(size), tempfile.TemporaryFile() as file:
         for _ in range(math.ceil(rows / height)):  # a sparse file would not detect a full disk here

@@ -95,8 +95,8 @@ def test_memory_does_not_grow_with_the_text(tiny, tmp_path, monkeypatch):
         return most, int(blocks.counts.sum())
 
     tiny.tokenizer.encode("once")
-    (small, few), (large, many) = peak(300), peak(1500)
-    assert many > 4.9 * few
+    (small, few), (large, many) = peak(1500), peak(3000)  # many times what is tokenized at once
+    assert many > 1.9 * few
     assert large - small < 4 * (many - few)  # bytes a token, where memory would hold 20 and more
 
 
