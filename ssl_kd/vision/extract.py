@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ssl_kd.core.errors import InputError, UserError, first_few
@@ -411,7 +412,7 @@ def _load(
                 f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; expected "
                 "uint8 [channel, height, width]: correct its method preprocess"
             )
-        return image.permute(1, 2, 0).numpy()
+        return rearrange(image, "channel height width -> height width channel").numpy()
 
     readable: list[int] = []
     images: list[Any] = []
@@ -426,4 +427,6 @@ def _load(
         return Batch(readable, None, unreadable)
     # NumPy's stack, because torch's would start more threads beside the teacher's; channels last,
     # as images are in memory and as convolutions are fastest.
-    return Batch(readable, torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), unreadable)
+    batch = torch.from_numpy(np.stack(images))
+    batch = rearrange(batch, "image height width channel -> image channel height width")
+    return Batch(readable, batch, unreadable)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from sklearn.metrics import mutual_info_score
 from torch import Tensor
 
@@ -298,7 +299,7 @@ def neighbor_information(first: Tensor, second: Tensor, n_clusters: int) -> floa
     0 for a single cluster, at most `log K`. It ranks heads of nearly equal loss better.
     """
     cells = torch.bincount(first * n_clusters + second, minlength=n_clusters**2)
-    joint = cells.view(n_clusters, n_clusters)
+    joint = rearrange(cells, "(first second) -> first second", first=n_clusters)
     return float(mutual_info_score(None, None, contingency=(joint + joint.T).numpy()))
 
 
@@ -311,7 +312,8 @@ def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
     heads = torch.arange(len(clusters)).unsqueeze(1)
     cells = (heads * n_clusters + clusters) * n_clusters + anchor
     counts = torch.bincount(cells.flatten(), minlength=len(clusters) * n_clusters**2)
-    counts = counts.view(len(clusters), n_clusters, n_clusters).float()
+    sizes = {"head": len(clusters), "cluster": n_clusters}
+    counts = rearrange(counts, "(head cluster anchor) -> head cluster anchor", **sizes).float()
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts / total.clamp(min=1), 1 / n_clusters)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -98,7 +99,8 @@ def carried(clusters: Tensor, nearest: Tensor) -> Tensor:
     joined = []
     for near in nearest[:, :CARRIERS].split(ROWS_PER_BLOCK):
         votes = clusters[near.long()]
-        counts = (votes.unsqueeze(2) == votes.unsqueeze(1)).sum(2)
+        voters = rearrange(votes, "row voter -> row 1 voter")
+        counts = (rearrange(votes, "row vote -> row vote 1") == voters).sum(2)
         joined.append(votes.gather(1, counts.argmax(1, keepdim=True)).squeeze(1))
     return torch.cat(joined)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from firstnan.finite import compute_dtype
@@ -75,7 +76,7 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
     """
     known = min(logits.shape[-1], len(vocabulary.classes))
     logits = saturated(logits[:, :known])
-    index = vocabulary.classes[:known].expand(len(logits), -1)
+    index = repeat(vocabulary.classes[:known], "vocab -> row vocab", row=len(logits))
     # Each class minus its own maximum: one that is 200 nats below the best keeps its gradient.
     largest = logits.new_full((len(logits), vocabulary.size + 1), -torch.inf)
     largest = largest.scatter_reduce(1, index, logits.detach(), "amax")

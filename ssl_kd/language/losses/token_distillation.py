@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from ssl_kd.core.logits import check_temperature
@@ -104,8 +105,10 @@ def token_kd(
         raise ValueError(
             f"num_items_in_batch is {items!r}; expected the number of real tokens, finite and > 0"
         )
-    student = student_logits.flatten(0, 1)
-    teacher = teacher_logits.detach().flatten(0, 1)
+    student, teacher = (
+        rearrange(logits, "batch token vocab -> (batch token) vocab")
+        for logits in (student_logits, teacher_logits.detach())
+    )
     if mask is not None and not mask.all():
         rows = mask.flatten().nonzero().flatten()
         student, teacher = student[rows], teacher[rows]

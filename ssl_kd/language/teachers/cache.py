@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ssl_kd.core.errors import InputError
@@ -197,7 +198,8 @@ class TeacherCache(ShardStore):
         width = batch.input_ids.shape[1]
 
         def column(name: str) -> Tensor:
-            values = self.take(name, batch.rows)[:, :width].flatten(0, 1)
+            values = self.take(name, batch.rows)[:, :width]
+            values = rearrange(values, "row token ... -> (row token) ...")
             return to_device_async(values, rows.device)[rows]
 
         return self.method.answer(column)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 from typing_extensions import Self
 
@@ -274,7 +275,8 @@ class Sampled(_StoredTokens):
         width = batch.input_ids.shape[1]
         # A row's random numbers depend on its index alone, not on the batch or the device.
         drawn = [np.random.default_rng(row).random((width, 2)) for row in batch.rows.tolist()]
-        uniform = torch.from_numpy(np.stack(drawn)).flatten(0, 1)[rows.cpu()]
+        uniform = rearrange(np.stack(drawn), "row token draw -> (row token) draw")
+        uniform = torch.from_numpy(uniform)[rows.cpu()]
         assert not isinstance(answer, TopKTeacher)  # plan
         return self._in_chunks(
             answer, lambda log_p, p, positions: self._sample(log_p, p, uniform[positions])
@@ -314,7 +316,8 @@ class Sampled(_StoredTokens):
         kept = unpack(column("kept"), self.n_kept, self.vocabulary)
         drawn = unpack(column("drawn"), self.n_drawn, self.vocabulary)
         probs = grid(self.vocabulary, torch.float32, levels.device)[levels]
-        weights = torch.cat([probs, column("share").unsqueeze(-1).expand_as(drawn)], -1)
+        share = repeat(column("share"), "row -> row drawn", drawn=self.n_drawn)
+        weights = torch.cat([probs, share], -1)
         weights = torch.cat([1 - weights.sum(-1, keepdim=True), weights], -1)
         return SampledTeacher(torch.cat([largest, kept, drawn], -1), weights, column("entropy"))
 

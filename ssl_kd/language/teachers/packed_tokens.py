@@ -15,6 +15,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 
@@ -37,9 +38,10 @@ def pack(ids: Tensor, vocabulary: int) -> Tensor:
     n, k = ids.shape
     low, size = _layout(k, vocabulary)[0], n_bytes(k, vocabulary)
     widths, places = (torch.arange(m, device=ids.device) for m in (low, k))
-    low_bits = (ids.unsqueeze(-1) >> widths & 1).flatten(1)
+    low_bits = rearrange(ids.unsqueeze(-1) >> widths & 1, "row id bit -> row (id bit)")
     high_bits = ids.new_ones(n, 8 * size - k * low).scatter_(1, (ids >> low) + places, 0)
-    bits = torch.cat([low_bits, high_bits], 1).view(n, size, 8)
+    bits = torch.cat([low_bits, high_bits], 1)
+    bits = rearrange(bits, "row (byte bit) -> row byte bit", bit=8)
     return (bits << torch.arange(8, device=ids.device)).sum(-1).to(torch.uint8)
 
 

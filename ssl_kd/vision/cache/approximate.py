@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -157,9 +158,14 @@ def neighbors_in_memory(
         if progress is not None:
             progress(int(itself[-1]) + 1, n)
     neighbors = torch.cat(blocks)
-    is_found = (exact(tested).unsqueeze(2) == neighbors[tested].unsqueeze(1)).any(2)
-    recall = float(is_found.double().mean())
+    recall = _recall(exact(tested), neighbors[tested])
     return neighbors, {"index": f"IVF{cells},Flat", "nprobe": index.nprobe, "recall": recall}
+
+
+def _recall(true: Tensor, found: Tensor) -> float:
+    """Return the share of the true neighbors `[query, k]` that are among those that were found."""
+    is_found = rearrange(true, "query k -> query k 1") == rearrange(found, "query k -> query 1 k")
+    return float(is_found.any(2).double().mean())
 
 
 def by_index(store: EmbeddingStore) -> bool:
@@ -248,14 +254,13 @@ def _searched(
         result.flush()
     os.replace(temporary, path)
     neighbors = _mapped(path)
-    is_found = (truth[half:].unsqueeze(2) == neighbors[queries[half:]].unsqueeze(1)).any(2)
     record = {
         "digest": store.digest,
         "k": k,
         "index": f"IVF{index.nlist},SQfp16",
         "nlist": index.nlist,
         "nprobe": index.nprobe,
-        "recall": float(is_found.double().mean()),
+        "recall": _recall(truth[half:], neighbors[queries[half:]]),
         "queries": len(queries) - half,
         "compared": stats.ndis / (store.n * (store.n - 1.0)),
         "seconds": clock.stages,

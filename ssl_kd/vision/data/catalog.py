@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from einops import rearrange
 
 from ssl_kd.core.errors import DatasetUnavailable, DatasetUnreachable, InputError, printable
 from ssl_kd.core.files import CorruptFileError, atomic_write_bytes, strict_json
@@ -345,7 +346,7 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
         ) from error
     arrays = np.asarray(data.data)
     if name == "stl10":
-        arrays = arrays.transpose(0, 2, 3, 1)
+        arrays = rearrange(arrays, "image channel height width -> image height width channel")
     labels = np.asarray(getattr(data, "targets", getattr(data, "labels", None)))
     return ArrayDataset(name, split, arrays, labels, tuple(data.classes))
 

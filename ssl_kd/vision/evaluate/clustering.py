@@ -5,13 +5,13 @@ a class, so its samples lower the accuracy; NMI, ARI and AMI treat noise as one 
 scikit-learn does.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import scipy  # its modules are imported on first use
+from einops import rearrange
 from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int64]
@@ -156,7 +156,7 @@ def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
             f"{n_clusters - 1} because n_clusters is {n_clusters}: renumber the clusters or raise "
             "n_clusters"
         )
-    flat = clusters.reshape(math.prod(clusters.shape[:-1]), clusters.shape[-1])  # n may be 0
+    flat = rearrange(clusters, "... sample -> (...) sample")
     offsets = np.arange(len(flat))[:, None] * n_clusters
     counts = np.bincount((flat + offsets).ravel(), minlength=len(flat) * n_clusters)
     return counts.reshape(*clusters.shape[:-1], n_clusters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
@@ -91,11 +92,15 @@ class Pixels(Teacher):
     def from_arrays(self, arrays: np.ndarray) -> Tensor:
         """Turn decoded images `[n, h, w(, 3)]` into a batch."""
         batch = torch.from_numpy(arrays)
-        return batch.permute(0, 3, 1, 2) if batch.ndim == 4 else batch[:, None]
+        if batch.ndim == 4:
+            return rearrange(batch, "image height width channel -> image channel height width")
+        return rearrange(batch, "image height width -> image 1 height width")
 
     def embed(self, batch: Tensor) -> Tensor:
         """Flatten the pixels of each image and scale them to [0, 1]."""
-        return batch.to(self.device).flatten(1).float() / 255
+        pixels = batch.to(self.device)
+        pattern = "image channel height width -> image (channel height width)"
+        return rearrange(pixels, pattern).float() / 255
 
 
 class Features(Teacher):

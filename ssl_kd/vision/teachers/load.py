@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from einops import reduce
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -195,14 +196,16 @@ def _hub(name: str, image_size: int, token: str) -> Teacher:
 
     def features(x: Tensor) -> Tensor:
         out = model.forward_features(x)
-        return _pooled(token, out["x_norm_clstoken"], out["x_norm_patchtokens"].mean(1))
+        return _pooled(token, out["x_norm_clstoken"], out["x_norm_patchtokens"])
 
     return Network(f"{name} (hub)", model, features, Transform(image_size, image_size), token)
 
 
-def _pooled(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
+def _pooled(token: str, pooled: Tensor, patches: Tensor) -> Tensor:
+    """Return the features of a TOKEN, from the network's pooling and `[image, patch, dim]`."""
     if token == "class":
         return pooled
+    patch = reduce(patches, "image patch dim -> image dim", "mean")
     return patch if token == "patch" else torch.cat([pooled, patch], 1)
 
 
@@ -259,7 +262,7 @@ def _timm(
 
     def features(x: Tensor) -> Tensor:
         tokens = model.forward_features(x)
-        return _pooled(token, model.forward_head(tokens), tokens[:, prefix:].mean(1))
+        return _pooled(token, model.forward_head(tokens), tokens[:, prefix:])
 
     return Network(name, model, model if token == "class" else features, transform, token)
 

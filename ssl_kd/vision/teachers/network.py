@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from einops import rearrange
 from PIL import Image
 from torch import Tensor, nn
 
@@ -73,7 +74,8 @@ class Transform:
             fill = [round(255 * value) for value in self.mean]
             image = F.pad(image, padding, fill=fill)  # type: ignore[arg-type, assignment]
         image = F.center_crop(image, [height, width])  # type: ignore[arg-type, assignment]
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        pixels = torch.from_numpy(np.array(image))
+        return rearrange(pixels, "height width channel -> channel height width")
 
     def _resized(self, image: Image.Image) -> list[int]:
         """Return the size to resize an image to: [height, width], or [shorter side]."""
@@ -98,12 +100,12 @@ class Transform:
         """
         # (x / 255 - mean) / std as one multiplication and one addition per row of pixels:
         # three channels are too short an inner loop (8 times slower).
-        n, channels, height, width = batch.shape
-        rows = batch.permute(0, 2, 3, 1).reshape(n, height, width * channels)
+        rows = rearrange(batch, "image channel height width -> image height (width channel)")
         rows = rows.float() if out is None else out.view(rows.shape).copy_(rows)
-        scale, shift = _affine(self.mean, self.std, width, batch.device)
+        scale, shift = _affine(self.mean, self.std, batch.shape[-1], batch.device)
         torch.addcmul(shift, rows, scale, out=rows)
-        return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
+        pattern = "image height (width channel) -> image channel height width"
+        return rearrange(rows, pattern, channel=batch.shape[1])
 
     def __str__(self) -> str:
         """Describe the preprocessing in one line, as stored in a cache of embeddings."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from firstnan.events import Event
@@ -226,7 +227,8 @@ class HeadsLearner:
         rate = self.plan.learning_rate_at(of_stage, trainer.settings.learning_rate)
         self._learning_rate = rate
         samples = torch.stack(self.plan.sampler(step))
-        views = self.gather(samples.flatten()).unflatten(0, samples.shape)
+        embeddings = self.gather(rearrange(samples, "view batch -> (view batch)"))
+        views = rearrange(embeddings, "(view batch) dim -> view batch dim", view=len(samples))
         targets = None
         if self.clusters is not None:
             targets = self.clusters[:, to_device_async(samples, self.clusters.device)].long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
 from ssl_kd.core.seeds import seed_of
@@ -54,7 +55,7 @@ def mutual_neighbors(neighbors: Tensor) -> Tensor:
     mutual = torch.empty(neighbors.shape, dtype=torch.bool)
     for rows in torch.arange(len(neighbors)).split(ROWS_PER_BLOCK):
         of_neighbors = neighbors[neighbors[rows].long()]  # [b, k, k]
-        mutual[rows] = (of_neighbors == rows.view(-1, 1, 1)).any(2)
+        mutual[rows] = (of_neighbors == rearrange(rows, "row -> row 1 1")).any(2)
     mutual[:, 0] |= ~mutual.any(1)
     return mutual
 
@@ -68,8 +69,8 @@ def judging_pairs(neighbors: Tensor, seed: int, max_pairs: int) -> Tensor:
     n = len(neighbors)
     near = neighbors[:, : -(-neighbors.shape[1] // 4)]
     if near.numel() <= max_pairs:
-        others = near.long().flatten()
-        return torch.stack([torch.arange(n).repeat_interleave(near.shape[1]), others])
+        rows = repeat(torch.arange(n), "row -> (row neighbor)", neighbor=near.shape[1])
+        return torch.stack([rows, rearrange(near.long(), "row neighbor -> (row neighbor)")])
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(n, (max_pairs,), generator=g)
     columns = torch.randint(near.shape[1], (max_pairs,), generator=g)

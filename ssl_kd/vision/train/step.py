@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
@@ -293,8 +294,11 @@ class HeadTrainer:
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
         with self.precision.autocast():
-            logits = self.bank(parameters, views.flatten(0, 1), training=training)
-        return logits.unflatten(1, views.shape[:2])
+            rows = rearrange(views, "view batch dim -> (view batch) dim")
+            logits = self.bank(parameters, rows, training=training)
+        return rearrange(
+            logits, "head (view batch) cluster -> head view batch cluster", view=len(views)
+        )
 
     @torch.no_grad()
     def _targets(self, chunk: slice, views: Tensor, fixed_targets: Tensor | None) -> Targets:

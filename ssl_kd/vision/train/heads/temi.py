@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,10 +56,12 @@ class TEMIHead(nn.Module):
         this layout, because their softmax is faster in it.
         """
         p = parameters
-        x = x.mT.expand(len(p["prototypes"]), *x.mT.shape)
+        x = repeat(x, "batch dim -> head dim batch", head=len(p["prototypes"]))
         z = torch.baddbmm(p["hidden.bias"].unsqueeze(2), p["hidden.weight"], x)
         z = torch.baddbmm(p["bottleneck.bias"].unsqueeze(2), p["bottleneck.weight"], F.gelu(z))
         prototypes, z = safe_normalize(p["prototypes"]), safe_normalize(z, dim=1)
         if prototypes.shape[1] < SHORT:
-            return torch.bmm(prototypes, z).mT
-        return torch.bmm(z.mT, prototypes.mT)
+            logits = torch.bmm(prototypes, z)
+            return rearrange(logits, "head cluster batch -> head batch cluster")
+        z = rearrange(z, "head feature batch -> head batch feature")
+        return torch.bmm(z, rearrange(prototypes, "head cluster feature -> head feature cluster"))
