@@ -12,7 +12,7 @@ from pathlib import Path
 from ssl_kd.core.precision import Precision
 from ssl_kd.core.runs.clock import Progress, no_progress
 from ssl_kd.core.runs.process_group import ProcessGroup
-from ssl_kd.core.runs.ranks import Ranks, joined, refuse_ranks
+from ssl_kd.core.runs.ranks import joined, refuse_ranks
 from ssl_kd.core.settings import SettingsError
 from ssl_kd.language.models.causal import CausalLM, n_ids
 from ssl_kd.language.models.frozen import FrozenTeacher
@@ -60,15 +60,15 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = no_progres
         precision.log(logger)
         texts = check_before_loading(settings.with_cache_router(), precision, work="cache")
         settings = _with_folder(settings, texts).with_cache_router()
-        return _cache_teacher(settings, precision, progress, ranks, texts)
+        loader = ModelLoader(settings, texts[0], precision, progress, ranks)
+        return _cache_teacher(loader, texts)
 
 
-def _cache_teacher(
-    settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks, texts: Texts
-) -> TeacherCache:
+def _cache_teacher(loader: ModelLoader, texts: Texts) -> TeacherCache:
     """Write the cache, after settings and models were checked."""
+    settings, precision = loader.settings, loader.precision
     assert settings.teacher_cache is not None
-    teacher, blocks = _teacher_and_rows(settings, precision, progress, ranks, texts)
+    teacher, blocks = _teacher_and_rows(loader, texts)
     method, k = settings.cache_spec
     dtype, rows = "served", None
     if teacher.model is None:
@@ -101,21 +101,19 @@ def _cache_teacher(
         force=settings.force_recompute,
         rebuild=settings.rebuild_damaged,
         ranks=ProcessGroup(precision.device),
-        progress=lambda done, total: progress("cache", done, total, {}),
+        progress=lambda done, total: loader.progress("cache", done, total, {}),
     )
 
 
-def _teacher_and_rows(
-    settings: LanguageSettings, precision: Precision, progress: Progress, ranks: Ranks, texts: Texts
-) -> tuple[CausalLM, Blocks]:
+def _teacher_and_rows(loader: ModelLoader, texts: Texts) -> tuple[CausalLM, Blocks]:
     """Return the teacher, and the rows of the text that a run trains on."""
+    settings = loader.settings
     if settings.student_text:  # the student writes the rows, and is not kept
         alone = settings.replace(teacher_cache=None)
-        live = prepare(alone, precision, progress, ranks, texts=texts)
+        live = prepare(alone, loader.precision, loader.progress, loader.ranks, texts=texts)
         (teacher,), blocks = live.teacher.lms, live.blocks
     else:
-        teacher = ModelLoader(settings, texts[0], precision, progress, ranks).teacher()
-        teacher = with_chat_template(teacher, settings)
+        teacher = with_chat_template(loader.teacher(), settings)
         blocks = lay_out(settings.block_size, settings.packing, texts[0], teacher)
     assert isinstance(blocks, Blocks)  # ALIGN is refused with a cache
     return teacher, replace(blocks, by_student=None)  # a cache has the order of the text
@@ -130,7 +128,8 @@ def with_automatic_cache(
     settings = _with_folder(settings, texts)
     if settings.force_recompute or not Path(f"{settings.teacher_cache}/teacher.json").exists():
         refuse_ranks()
-        _cache_teacher(settings.with_cache_router(), precision, progress, ONE_RANK, texts)
+        native = settings.with_cache_router()
+        _cache_teacher(ModelLoader(native, texts[0], precision, progress, ONE_RANK), texts)
         gc.collect()  # frees the teacher's memory
     return settings
 
