@@ -194,7 +194,7 @@ def alone(settings, *faults, **changes):
     """Return what one process leaves, trained once for equal changes and faults."""
     key = repr((sorted(changes.items()), faults))
     if key not in ALONE:
-        ALONE[key] = trained(1, settings("alone", **changes), *faults)
+        ALONE[key] = trained(1, settings(f"alone {len(ALONE)}", **changes), *faults)
     return ALONE[key]
 
 
