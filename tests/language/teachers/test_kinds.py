@@ -51,6 +51,31 @@ def test_every_kind_that_is_chosen_checks_the_settings():
         LanguageSettings(**both | {"temperature": 2.0})
 
 
+SERVED = {"teacher_model": "a", "teacher_url": "http://a", "temperature": 1.0}
+TAGGED = {"teacher_model": "x=a, y=b", "teacher_field": "kind"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({**SERVED, "teacher_text": 0.5}, "set TEACHER_TEXT to 0."),
+        ({**TAGGED, "teacher_text": 0.5}, "set TEACHER_TEXT to 0."),
+        ({"align": "uld", "learn_thoughts": False}, "set LEARN_THOUGHTS to True."),
+        ({"align": "uld", "student_text": 0.5}, "set ALIGN to 'auto'."),
+        ({"teacher_model": "none", "teacher_text": 0.5}, "name a TEACHER_MODEL."),
+        ({"teacher_cache": "c", "on_policy": 0.5}, "set TEACHER_CACHE to None."),
+        ({"push_to_hub": True}, "set HUB_MODEL_ID."),
+        ({"hub_model_id": "a/b"}, "set PUSH_TO_HUB to True."),
+    ],
+    ids=str,
+)
+def test_a_refusal_ends_in_the_one_setting_to_change(changes, fix):
+    with pytest.raises(SettingsError) as refused:
+        LanguageSettings(**{"teacher_model": "a", "student_model": "llama:1x16", **changes})
+    message = str(refused.value)
+    assert message.endswith(f": {fix}") and message.count(": ") == 1
+
+
 def test_settings_are_checked_without_torch():
     code = (
         "import sys; from ssl_kd.language.settings import LanguageSettings as S;"

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from firstnan import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.losses.teacher_output import LogitsTeacher, TopKTeacher  # noqa: E402
+from ssl_kd.language.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.teachers.live import Live  # noqa: E402
@@ -229,3 +230,17 @@ def test_an_overwritten_row_holds_another_and_has_no_target(cut):
         if cut and len(cut) < 4:
             healthy = int((~out).nonzero()[0])
             assert all(torch.equal(mine[i], theirs[healthy]) for i in cut)
+
+
+def test_generated_rows_that_cannot_be_compared_have_terms_of_0(tiny):
+    """Neither the text nor the teacher judges them."""
+    distiller = tiny.distiller(FrozenTeacher(tiny.model(spread=0.3)))
+    batch = replace(tiny.blocks().batch(range(3)), written=3)
+    places = next_token_targets(batch.input_ids, batch.counts)
+    answers = distiller.teacher.answer(batch, places[0], None)
+    left_out = {"kd": torch.ones(3, dtype=torch.bool)}
+    outputs = distiller._forward(batch)
+    terms = distiller._terms_of(batch, places, outputs, answers, left_out)
+    assert terms["ce"] == 0 and terms["kd"] == 0
+    terms["ce"].backward()
+    assert all(p.grad is None or not p.grad.any() for p in distiller.student.parameters())
