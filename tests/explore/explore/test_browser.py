@@ -130,6 +130,7 @@ def test_hover_click_neighbors_search_and_colors(server, opened):
     assert page.evaluate("explore.plot.codes === explore.plot.newest")
 
 
+@pytest.mark.slow
 def test_by_keys(server, opened, run):
     page = opened(server.url)
     page.keyboard.press("?")

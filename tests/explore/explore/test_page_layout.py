@@ -43,6 +43,7 @@ def is_on_top(element):
       return e.contains(top); }""")
 
 
+@pytest.mark.slow
 def test_a_picture_opens_large_with_its_path_and_the_next_ones(server, opened):
     page = opened(server.url)
     page.evaluate("explore.select([3, 5, 8])")
@@ -87,6 +88,7 @@ def test_the_pictures_that_follow_are_those_of_the_open_table(server, opened):
     assert page.locator("#lightbox-place").inner_text() == "3 of 6"
 
 
+@pytest.mark.slow
 def test_excluded_samples_are_hidden_until_they_are_wanted(server, opened, run):
     page = opened(server.url)
     n = len(server.samples)
@@ -227,6 +229,7 @@ def test_on_a_phone_nothing_covers_the_map(server, opened):
     assert box(page, "#canvas") == canvas
 
 
+@pytest.mark.slow
 def test_the_undo_button_names_its_decision(server, opened, run):
     page = opened(server.url)
     assert page.locator("#undo").is_disabled()

@@ -88,6 +88,7 @@ def test_filters_select_on_the_map(page, columns, server):
     assert page.input_value('input[aria-label="Filter split"]') == ""
 
 
+@pytest.mark.slow
 def test_a_wrong_filter_is_marked_and_an_unfinished_one_waits(page, columns):
     page.evaluate("""() => { window.usual = window.fetch; window.fetch = async () =>
       new Response('{"error": "expected a number"}', { status: 400 }); }""")
@@ -143,6 +144,7 @@ def test_rows_are_selected_by_clicks_and_keys(page):
     assert page.locator(f"{ROWS}[aria-selected=true]").count() == 2
 
 
+@pytest.mark.slow
 def test_map_table_pictures_and_chart_share_one_selection(page, columns, server):
     cluster = max(server.curation.sizes, key=server.curation.sizes.get)
     typical = columns.find({"cluster": f"={cluster}"}, "confidence", descending=True).tolist()
