@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("model", ["net:Net", "net:Scale"])
+@pytest.mark.parametrize("model", ["net:Net", pytest.param("net:Scale", marks=pytest.mark.slow)])
 def test_another_process_finds_the_same_operation_and_rows(folder, model):
     done = python(folder, "replay", "saved/step3.safetensors", "--model", model)
     shown = done.stdout.partition("replayed: the same\n")[2]
