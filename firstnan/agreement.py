@@ -118,7 +118,9 @@ class Agreement:
 
     def name_ranks(self, evidence: Iterable[Tensor]) -> str:
         """Return ` on rank 3 of 4` by the first boolean `[rank]` tensor that is true somewhere."""
-        for where in evidence if self.world > 1 else ():
+        if self.world == 1:
+            return ""
+        for where in evidence:
             ranks = where.nonzero().flatten().tolist()
             if len(ranks) == self.world:
                 return f" on all {self.world} ranks"
@@ -126,7 +128,8 @@ class Agreement:
                 return f" on {len(ranks)} of {self.world} ranks, the first is rank {ranks[0]}"
             if ranks:
                 names = ", ".join(map(str, ranks))
-                return f" on rank{'s' * (len(ranks) > 1)} {names} of {self.world}"
+                noun = "ranks" if len(ranks) > 1 else "rank"
+                return f" on {noun} {names} of {self.world}"
         return ""
 
 

@@ -68,8 +68,10 @@ class EventLog:
         `reports` holds what is known of the faults of a step; it is logged before its events.
         """
         new, self._n_told = self.events[self._n_told :], len(self.events)
+        if self.announce:
+            return new
         reported = set[int]()
-        for event in new if not self.announce else ():
+        for event in new:
             if event.step in reports and event.step not in reported:
                 reported.add(event.step)
                 logger.warning("step %d:\n%s", event.step, reports[event.step])
@@ -89,7 +91,9 @@ class EventLog:
                     message = "cannot write events to %s (%s); they are kept in memory only"
                     logger.warning(message, self.path, error)
                 self._warned = True
-        for event in events if self.announce else ():
+        if not self.announce:
+            return
+        for event in events:
             kind = (event.stage, event.action)
             level = logging.DEBUG if kind in self._announced else logging.WARNING
             self._announced.add(kind)

@@ -270,9 +270,9 @@ def _spread(mask: Tensor, size: torch.Size) -> Tensor:
 
 def _unreduced(node: Any, mask: Tensor, size: torch.Size) -> Tensor:
     """Return the mask of what was reduced over dimensions."""
-    dims = sorted(dim % len(size) for dim in _dims(node))
-    for dim in () if node._saved_keepdim else dims:
-        mask = mask.unsqueeze(dim)
+    if not node._saved_keepdim:
+        for dim in sorted(dim % len(size) for dim in _dims(node)):
+            mask = mask.unsqueeze(dim)
     return mask.expand(size)
 
 

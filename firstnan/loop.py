@@ -442,9 +442,10 @@ class Guard:
             elif i in spoiled:
                 buffers.put_back(spoiled[i][0])
                 self._report_buffers(i, *spoiled[i])
-        for other in list(_GUARDS) if lost else []:
-            if other is not self:
-                other._heal_all()
+        if lost:
+            for other in list(_GUARDS):
+                if other is not self:
+                    other._heal_all()
 
     def _heal_all(self) -> None:
         """Put back this rank's non-finite buffers; with several ranks, the next step reports it."""

@@ -421,7 +421,9 @@ def _zero_eps(optimizer: Optimizer) -> str:
     """Return a sentence if the eps of the optimizer is 0 in the precision of a weight."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
-        for p in group["params"] if isinstance(eps, float) and eps > 0 else []:
+        if not isinstance(eps, float) or eps <= 0:
+            continue
+        for p in group["params"]:
             if not torch.tensor(eps, dtype=p.dtype):
                 zero = f"the optimizer's eps={eps:g} is 0 in {str(p.dtype).removeprefix('torch.')}"
                 return f"{zero}: a weight whose gradient was 0 became 0 / 0; keep it in float32"

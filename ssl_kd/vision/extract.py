@@ -228,7 +228,7 @@ def summary_of(manifest: Manifest) -> str:
     shards, rows = len(manifest["shards"]), manifest["statistics"]["rows"]
     n_left_out = len(manifest["unreadable"])
     text = f"{rows} rows of {manifest['dim']}, {manifest['dtype']}, in {shards} shards"
-    return text + f"; {n_left_out} samples are left out" * (n_left_out > 0)
+    return f"{text}; {n_left_out} samples are left out" if n_left_out else text
 
 
 def _write(

@@ -152,7 +152,8 @@ class Source:
         lost = np.flatnonzero(rows < 0).tolist()
         sizes = {state.size for sample in lost if (state := self.files[sample]) is not None}
         moved: dict[bytes | None, int] = {}
-        for row in sorted({*range(len(data))} - {*rows.tolist()}) if sizes else ():
+        new = sorted(set(range(len(data))) - set(rows.tolist())) if sizes else []
+        for row in new:
             path = data.image_file(row)
             state = FileState.of(path)
             if state is not None and state.size in sizes:

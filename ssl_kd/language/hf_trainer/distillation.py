@@ -120,17 +120,21 @@ class DistillationTrainer(Trainer):
         self._tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
         teachers: Sequence[Any] = teacher if isinstance(teacher, list | tuple) else [teacher]
         self._check_before_loading(teachers)
-        for name in ("train_dataset", "eval_dataset") if data_collator is None else ():
+        if data_collator is None:
             how = self._tokenizer, model, max_length, packing, learn_thoughts
-            options[name] = tokenized(name, options.get(name), *how)
+            for name in ("train_dataset", "eval_dataset"):
+                options[name] = tokenized(name, options.get(name), *how)
         guards = [callback for callback in callbacks if isinstance(callback, GuardCallback)]
-        self.guarding = guards[0] if guards else GuardCallback()
+        if not guards:
+            guards = [GuardCallback()]
+            callbacks = [*callbacks, *guards]
+        self.guarding = guards[0]
         super().__init__(
             model=model,
             args=args,
             data_collator=data_collator or collate,
             processing_class=processing_class,
-            callbacks=[*callbacks, *([] if guards else [self.guarding])],
+            callbacks=list(callbacks),
             **options,
         )
         for name, is_set, fix in (

@@ -125,10 +125,13 @@ def describe_turns(turns: Counter[str]) -> str:
     >>> describe_turns(Counter(there=3, learned=2, hidden=1))
     '2 of 3 assistant turns are trained on; the template omits the reasoning of 1 earlier turn'
     """
-    earlier = f"{turns['hidden']:,} earlier turn{'s' * (turns['hidden'] != 1)}"
-    hidden = f"; the template omits the reasoning of {earlier}" if turns["hidden"] else ""
-    learned = f"{turns['learned']:,} of {turns['there']:,} assistant turns are trained on"
-    return learned + hidden if turns["there"] else ""
+    if not turns["there"]:
+        return ""
+    text = f"{turns['learned']:,} of {turns['there']:,} assistant turns are trained on"
+    if n_hidden := turns["hidden"]:
+        noun = "turn" if n_hidden == 1 else "turns"
+        text += f"; the template omits the reasoning of {n_hidden:,} earlier {noun}"
+    return text
 
 
 def show_chat(

@@ -56,7 +56,8 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
         message = "%d of %d training documents are also in the held-out text: not trained on"
         logger.warning(message, len(train_set) - len(kept), len(train_set))
     tags = settings.teacher_tags
-    for example in (*kept.examples, *eval_set.examples) if tags else ():
+    tagged = (*kept.examples, *eval_set.examples) if tags else ()
+    for example in tagged:
         if example.tag not in tags:
             tag = f"{example.where}: the field {settings.teacher_field} is {example.tag!r}"
             raise SettingsError(f"{tag}; expected a tag of TEACHER_MODEL, {' or '.join(tags)}")

@@ -79,7 +79,9 @@ def read_weights(path: str | os.PathLike[str]) -> State:
 
 def _tensors(content: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of nested dictionaries with their names, joined by dots."""
-    for name, value in content.items() if isinstance(content, Mapping) else ():
+    if not isinstance(content, Mapping):
+        return
+    for name, value in content.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
         else:
