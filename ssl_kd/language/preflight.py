@@ -212,7 +212,9 @@ class _Preflight:
 
     def outline_student(self, in_memory: CausalLM | None) -> None:
         """Read the outline of the student, unless its teacher cannot be read."""
-        settings, texts, spec = self.settings, self.texts, self.settings.student_model
+        settings = self.settings
+        texts = self.texts
+        spec = self.settings.student_model
         if in_memory is not None:
             self.student = in_memory
             return
@@ -254,9 +256,10 @@ class _Preflight:
                     check_vocabulary(lm)
         if student is None:
             return
-        for teacher in teachers if settings.align == "auto" else ():
-            with of("ALIGN"):
-                unshared_tokens(student, teacher)
+        if settings.align == "auto":
+            for teacher in teachers:
+                with of("ALIGN"):
+                    unshared_tokens(student, teacher)
         if student.model is None:
             return
         if settings.teacher_cache is not None and teachers:

@@ -241,7 +241,9 @@ class ModelLoader:
 
     def teacher(self, *, as_saved: bool = False) -> CausalLM:
         """Load or train the teacher; its model is None if it runs on a server."""
-        settings, precision, name = self.settings, self.precision, self.settings.teacher_names[0]
+        settings = self.settings
+        precision = self.precision
+        name = self.settings.teacher_names[0]
         if settings.teacher_url is not None:
             return served_lm(settings.teacher_model, settings.teacher_served_as)
         if settings.to_train:

@@ -135,7 +135,9 @@ def _train(
     progress: Progress,
 ) -> BestStudent:
     """Train the student, from the last checkpoint if there is one; return the best weights."""
-    ranks, settings, best = distiller.ranks, prepared.settings, BestStudent(distiller)
+    ranks = distiller.ranks
+    settings = prepared.settings
+    best = BestStudent(distiller)
 
     def offer(done: int) -> TokenScores:
         scores = prepared.ranks.from_first(partial(judge.validation, distiller.student))
@@ -236,7 +238,10 @@ class BestStudent:
     def __init__(self, distiller: Distiller) -> None:
         self._student, self._is_first = distiller.student, distiller.ranks.rank == 0
         self._latest = not distiller.settings.learns_text
-        self.step, self.nll, self._weights, self._is_empty = 0, float("inf"), {}, True
+        self.step = 0
+        self.nll = float("inf")
+        self._weights = {}
+        self._is_empty = True
 
     def offer(self, step: int, scores: TokenScores) -> None:
         """Store the current weights if they are finite and score better than the stored ones."""
@@ -266,5 +271,7 @@ class BestStudent:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the state that `state` returned."""
-        self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]
+        self.step = state["step"]
+        self.nll = state["nll"]
+        self._weights = state["weights"]
         self._is_empty = False

@@ -25,7 +25,9 @@ from ssl_kd.vision.train.learner import Gather
 from ssl_kd.vision.train.pairs import sample_rows
 
 # Samples in the neighbor graph: as many per cluster, within these limits.
-GRAPH_ROWS, ROWS_PER_CLUSTER, MOST_GRAPH_ROWS = 10_000, 50, 100_000
+GRAPH_ROWS = 10_000
+ROWS_PER_CLUSTER = 50
+MOST_GRAPH_ROWS = 100_000
 MOST_OTHER_ROWS = 1_000_000  # beyond the graph, from which heads learn
 CARRIERS = 10  # nearest samples in the graph whose clusters vote on a sample beyond it
 MAX_BYTES_IN_MEMORY = 2 * 2**30  # larger ones are read from disk and projected on demand
@@ -141,7 +143,9 @@ class TrainingRows:
     """
 
     def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor, n: int) -> None:
-        self.store, self.projection, self.rows = store, projection, rows
+        self.store = store
+        self.projection = projection
+        self.rows = rows
         self.unequal = ""  # what `unequal_columns` says of the rows that fit the projection
         self.n = n
 

@@ -90,7 +90,9 @@ def clamped_distillation(
     ce = kd = z[:0].sum()  # 0, on the graph
     if objective.targets is not None:
         ce = in_window(F.cross_entropy(z, objective.targets, reduction="none")).sum()
-    common, outside, t = objective.common, objective.outside, objective.temperature
+    common = objective.common
+    outside = objective.outside
+    t = objective.temperature
     for teacher, share in zip(objective.teachers, objective.shares, strict=False):
         logits = saturated(_logits(teacher).to(z.dtype)).clamp(-clamp.logits, clamp.logits)
         rows = row_divergences(z[:, :common], logits[:, :common], t, objective.divergence, outside)

@@ -229,7 +229,9 @@ def _chunk_terms(
     `[r, vocab]` (None to compute none). A term of weight 0 has no part in the gradient.
     """
     ce = kd = logits.new_zeros(len(logits))
-    t, outside, common = objective.temperature, objective.outside, objective.common
+    t = objective.temperature
+    outside = objective.outside
+    common = objective.common
     log_q = q = logits  # replaced below
     is_shared = is_written = False
     if objective.targets is not None:
@@ -349,7 +351,9 @@ class _Distillation(torch.autograd.Function):
             student = _student_logits(x, weight, bias, objective, needs)
             terms = compute_terms(student, objective, weights)
         ctx.save_for_backward(x, weight, bias)
-        ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
+        ctx.objective = objective
+        ctx.weights = weights
+        ctx.needs = needs
         ctx.gradients = student.gradients
         ce, kd = terms.sum(1)
         return ce, kd

@@ -42,7 +42,9 @@ class Aligned(Live):
         draws: int = 1,
     ) -> None:
         super().__init__(*teacher.answers, lms=teacher.lms)
-        self.teacher, self.align, self.temperature = teacher, loss.align, loss.temperature
+        self.teacher = teacher
+        self.align = loss.align
+        self.temperature = loss.temperature
         self.divergence, self.draws = divergence, draws
 
     @classmethod

@@ -150,7 +150,9 @@ class TeacherCache(ShardStore):
         shard, method = cls.read_shard(path, entry, manifest), _method(manifest)
         for at in range(len(shard["indices"])):
             for name, values in method.numbers(lambda column, at=at: shard[column][at]).items():
-                (low, high), least, most = method.bounds[name], values.min(), values.max()
+                low, high = method.bounds[name]
+                least = values.min()
+                most = values.max()
                 if not low <= least <= most <= high:
                     fault = f"{name} from {least:g} to {most:g}, expected {low:g} to {high:g}"
                     faults.setdefault(at, fault)
@@ -237,7 +239,9 @@ def write(
     device = getattr(teacher, "__self__", teacher).device  # `teacher` may be a bound method
     _, answer = _answer(teacher, blocks.batch([0], device))
     method = METHODS[fingerprint.method].plan(answer, vars(fingerprint), vocabulary)
-    n, only, start = len(blocks), None, perf_counter()
+    n = len(blocks)
+    only = None
+    start = perf_counter()
     if ranks is None or ranks.rank == 0:
         _log_size(method, blocks)
     if ranks is not None and ranks.world > 1:

@@ -107,7 +107,9 @@ class _StoredTokens(CacheMethod):
     """Base class of methods that store k of `vocabulary` tokens at each position."""
 
     def __init__(self, k: int, temperature: float, vocabulary: int) -> None:
-        self.k, self.temperature, self.vocabulary = k, temperature, vocabulary
+        self.k = k
+        self.temperature = temperature
+        self.vocabulary = vocabulary
         self.header = {"vocabulary": vocabulary}
         self.bounds = {
             "tokens": (0, vocabulary - 1),

@@ -73,7 +73,9 @@ def _cache_teacher(loader: ModelLoader, texts: Texts) -> TeacherCache:
     dtype, rows = "served", None
     if teacher.model is None:
         rows = max(1, SERVED_TOKENS // settings.block_size)
-        size, tokenizer, device = settings.block_size, teacher.tokenizer, precision.device
+        size = settings.block_size
+        tokenizer = teacher.tokenizer
+        device = precision.device
         answers = ServedTeacher.of(settings, size, tokenizer, device, rounded=False)
     else:
         answers = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)

@@ -34,7 +34,9 @@ class Live(Teacher):
         names: Sequence[str] = (),
         weights: Sequence[float] | None = None,
     ) -> None:
-        self.answers, self.lms, self.weights = answers, lms, weights
+        self.answers = answers
+        self.lms = lms
+        self.weights = weights
         self.frozen: Any = answers
         labels = [f"teacher {name}" for name in names] or ["teacher"]
         models = [getattr(answer, "model", None) for answer in answers]

@@ -63,10 +63,10 @@ def converted(entry: object) -> _Entry | None:
 
 def in_columns(entries: Sequence[_Entry]) -> Columns:
     """Return each candidate's id, log-probability and rank (0: none), and the entries' sizes."""
-    candidates = [*chain.from_iterable(entry.values() for entry in entries)]
+    candidates = list(chain.from_iterable(entry.values() for entry in entries))
     return (
-        [*chain.from_iterable(entries)],
+        list(chain.from_iterable(entries)),
         [candidate.logprob for candidate in candidates],
         [candidate.rank or 0 for candidate in candidates],
-        [*map(len, entries)],
+        list(map(len, entries)),
     )

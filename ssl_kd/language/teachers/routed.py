@@ -47,7 +47,9 @@ class Routed(Live):
     ) -> None:
         super().__init__(frozen, lms=lms)
         self.mode: Any = router.router_mode
-        self.model, self.device, self.draws = frozen.model, frozen.device, router.draws
+        self.model = frozen.model
+        self.device = frozen.device
+        self.draws = router.draws
         self._settings, self._scale_loss = router, scale_loss
         self._checkpointing = gradient_checkpointing
         self.record: RouterRecord | None = None  # of the last router step

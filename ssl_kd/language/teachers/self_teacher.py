@@ -96,7 +96,9 @@ def with_own_prompts(
     texts: TextDataset, student: CausalLM, block_size: int, template: str
 ) -> Blocks:
     """Lay out one record per row, without those that do not fit, for a `SelfTeacher`."""
-    frame, layout, turns = Frame.of(student.tokenizer), Layout(), Counter()
+    frame = Frame.of(student.tokenizer)
+    layout = Layout()
+    turns = Counter()
     room = positions(student.model) or sys.maxsize
     pieces, prompts = [], []
     for example in texts.examples:
@@ -120,7 +122,7 @@ def with_own_prompts(
 
 def _informed(example: Example, template: str) -> Example:
     """Return the example with the teacher's prompt."""
-    turns = [*(example.messages or ())]
+    turns = list(example.messages or ())
     is_answer = [i >= example.given and turn["role"] == "assistant" for i, turn in enumerate(turns)]
     end = is_answer.index(True) if any(is_answer) else len(turns)
     user = max((i for i in range(end) if turns[i]["role"] == "user"), default=None)

@@ -50,7 +50,9 @@ class ServedTeacher:
         device: torch.device | str = "cpu",
         rounded: bool = True,
     ) -> None:
-        self.server, self.k, self.vocabulary = server, min(k, vocabulary), vocabulary
+        self.server = server
+        self.k = min(k, vocabulary)
+        self.vocabulary = vocabulary
         self.device, self._rounded = torch.device(device), rounded
         self._pool = ThreadPoolExecutor(CONCURRENT_PROMPTS, "teacher")
         self._prefetched: dict[tuple[int, ...], Future[PromptTopK]] = {}
@@ -130,7 +132,10 @@ class Served(Teacher):
         url: str = "",
         ranks: Ranks | None = None,
     ) -> None:
-        self.server, self.lms, self._url, self._ranks = server, lms, url, ranks
+        self.server = server
+        self.lms = lms
+        self._url = url
+        self._ranks = ranks
         self.prefetch = server.prefetch
 
     @classmethod

@@ -43,7 +43,9 @@ _PARSING = threading.Lock()
 _ID = re.compile("0|[1-9][0-9]{0,8}")  # one spelling for each token
 TOLERANCE = 1e-3  # of a probability, for the server's rounding
 # Largest size of a response: vLLM writes about 90 bytes for a token.
-BYTES_PER_TOKEN, OVERHEAD, LARGEST = 512, 2**24, 2**30
+BYTES_PER_TOKEN = 512
+OVERHEAD = 2**24
+LARGEST = 2**30
 
 
 class ServerFailed(UserError, RuntimeError):
@@ -113,7 +115,7 @@ class CompletionServer:
         offered = {str(model.get("id")): model for model in models}
         if self.model not in offered:
             raise self._failure(
-                f"does not have the model {self.model!r}; it has {short([*offered][:5])}: set "
+                f"does not have the model {self.model!r}; it has {short(list(offered)[:5])}: set "
                 "TEACHER_SERVED_AS to one of these names"
             )
         room = offered[self.model].get("max_model_len")
@@ -188,7 +190,9 @@ class CompletionServer:
                 return content
 
     def _attempt(self, path: str, body: Mapping[str, Any] | None) -> bytes:
-        largest, data, prompt = OVERHEAD, None, ""
+        largest = OVERHEAD
+        data = None
+        prompt = ""
         if body is not None:
             data, n = json.dumps(body).encode(), len(body.get("prompt", ()))
             k = body.get("prompt_logprobs")

@@ -83,7 +83,9 @@ class FaultExplainer:
         ranks: ProcessGroup,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        self._objective, self._guard, self._ranks = objective, guard, ranks
+        self._objective = objective
+        self._guard = guard
+        self._ranks = ranks
         self._recorder = recorder
         self.explained: set[str] = set()  # parts, in this process or before a resume
         self.diagnoses: list[Diagnosis] = []  # of this process

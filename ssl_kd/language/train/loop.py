@@ -117,7 +117,7 @@ class _StudentLearner:
         settings = self.distiller.settings
         size, n = settings.batch_size, settings.gradient_accumulation_steps
         rows = rows_of_step(step, size * n, len(self.blocks), settings.seed)
-        return [*map(self.distiller.ranks.share, rows.split(size))]
+        return list(map(self.distiller.ranks.share, rows.split(size)))
 
     def _batches(self, step: int) -> list[Any]:
         return [self.blocks.batch(rows, self._device) for rows in self._shares(step)]

@@ -265,7 +265,7 @@ class Distiller(Objective):
             self.guard.events.extend([replace(e, step=self.guard.step_number) for e in events])
         router = self.teacher.values()
         # Copied while the guard waits for the device anyway.
-        copied = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
+        copied = torch.stack(list(sums.values())).to("cpu", non_blocking=True)
         explain = partial(self.explainer.explain, batches, rng)
         try:
             self.guard.before_step()

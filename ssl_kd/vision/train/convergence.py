@@ -40,7 +40,9 @@ class Convergence:
     def __init__(
         self, judge: Callable[[], Tensor], n_clusters: int, max_steps: int, first: int = 0
     ) -> None:
-        self._judge, self._max_steps, self._first = judge, max_steps, first
+        self._judge = judge
+        self._max_steps = max_steps
+        self._first = first
         self._growth = LEAST_GROWTH * math.log(n_clusters)
         # The median over the heads at each look; NaN where it was not measured.
         self.information = torch.full((len(LOOKS),), torch.nan, dtype=torch.float64)

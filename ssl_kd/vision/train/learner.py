@@ -154,7 +154,9 @@ class HeadsLearner:
         on_events: Callable[[list[Event]], object] = lambda events: None,
         on_fault: Callable[[HeadFault], object] = lambda fault: None,
     ) -> None:
-        self.trainer, self.plan, self.gather = trainer, plan, gather
+        self.trainer = trainer
+        self.plan = plan
+        self.gather = gather
         self._device = device = trainer.precision.device
         self._set_clusters(clusters)
         self.began, self._answer = 0, answer  # the first step of this stage, and what follows it
@@ -205,7 +207,7 @@ class HeadsLearner:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state of the stages to save in a checkpoint, as name -> tensor."""
-        looks = torch.tensor([*self._looks.items()], dtype=torch.float64)
+        looks = torch.tensor(list(self._looks.items()), dtype=torch.float64)
         stage = {"stage.began": torch.tensor(self.began), "stage.looks": looks}
         stage["stage.found"] = self.found
         convergence = self.plan.convergence

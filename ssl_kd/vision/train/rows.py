@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-_BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
+_BETA_1 = 0.9
+_BETA_2 = 0.999
+_EPS = 1e-8
 
 
 def _column(per_part: Tensor, like: Tensor) -> Tensor:
@@ -118,7 +120,9 @@ class RowParts:
         live: Mapping[str, Tensor],
         fresh: Callable[[int, int], Mapping[str, Tensor]],
     ) -> None:
-        self.names, self._live, self._fresh = names, live, fresh
+        self.names = names
+        self._live = live
+        self._fresh = fresh
         self.good = {name: tensor.clone() for name, tensor in live.items()}
         device = next(iter(live.values())).device
         self.good_step = torch.zeros(len(names), dtype=torch.int32, device=device)

@@ -160,7 +160,9 @@ class HeadTrainer:
         # With INSTANCE_WEIGHT `mean`: agreements `[head, batch]` -> weights `[1, batch]`
         self.weigh_together: Callable[[Tensor], Tensor | None]
         self.weigh_together = functools.partial(losses.instance_weights, how="mean")
-        self.bank, self.settings, self.precision = bank, heads, precision
+        self.bank = bank
+        self.settings = heads
+        self.precision = precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(heads.loss, vars(heads))
         self._fixed = Fixed(heads.student_temp)

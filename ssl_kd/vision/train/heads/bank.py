@@ -182,7 +182,7 @@ def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) 
             answer = bank(rows, x)
             if wrong := _wrong_answer(answer, expected):
                 raise InputError(f"{name} turns embeddings [2, {in_dim}] into {wrong}")
-            torch.autograd.grad(answer.sum(), [*rows.values()], materialize_grads=True)
+            torch.autograd.grad(answer.sum(), list(rows.values()), materialize_grads=True)
     except InputError:
         raise
     except (Exception, SystemExit) as error:
