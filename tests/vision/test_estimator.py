@@ -21,6 +21,7 @@ from sklearn.datasets import load_digits, make_blobs
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import adjusted_rand_score
 from sklearn.model_selection import GridSearchCV
+from sklearn.utils import estimator_checks
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import ssl_kd.vision.estimator
@@ -65,6 +66,19 @@ def fitted(blobs) -> MultiHeadClusterer:
 @pytest.mark.slow
 def test_scikit_learns_own_checks(estimator, check):
     check(estimator)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        estimator_checks.check_parameters_default_constructible,
+        estimator_checks.check_no_attributes_set_in_init,
+        estimator_checks.check_fit2d_1sample,
+        estimator_checks.check_n_features_in,
+    ],
+)
+def test_some_of_scikit_learns_checks(check):
+    check("MultiHeadClusterer", small(n_heads=2, max_steps=25))
 
 
 def test_parameters_are_the_settings_with_their_defaults():
