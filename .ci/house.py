@@ -19,13 +19,13 @@ PRODUCTS = (ROOT / "ssl_kd" / "vision", ROOT / "ssl_kd" / "language")
 # The order in which to read the part of each product that matters most.
 READ_FIRST = {
     "ssl_kd/vision": """
-        train/objectives train/losses/mutual_information train/step train/rows train/pairs
-        train/convergence train/heads/temi train/heads/bank stages
-        graph/ensemble graph/spectral graph/layout graph/levels graph/criterion""",
+        stages train/objectives train/losses/mutual_information train/losses/self_distillation
+        train/heads/temi train/heads/bank train/pairs train/step train/rows train/convergence
+        graph/criterion graph/spectral graph/layout graph/levels graph/ensemble""",
     "ssl_kd/language": """
-        losses/plain losses/divergences losses/token_distillation losses/token_terms
-        losses/cross_tokenizer losses/routing
-        train/objective train/step train/rows_left_out train/loop""",
+        losses/plain losses/divergences losses/teacher_output losses/token_distillation
+        losses/token_terms losses/rows losses/cross_tokenizer losses/routing
+        train/objective train/rows_left_out train/step train/loop""",
 }
 
 

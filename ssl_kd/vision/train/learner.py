@@ -318,8 +318,8 @@ class HeadsLearner:
         reasons = [(row, f"the embedding of row {row} is not finite") for row in bad]
         left_out = "left out of the batch"
         events = [Event(counted, "batch", "input", why, left_out, row) for row, why in reasons]
-        for head, smoothed in enumerate(result.smoothed.tolist()):
-            if smoothed and head not in self._smoothed:  # once is enough
+        for head, has_zero in enumerate(result.has_zero.tolist()):
+            if has_zero and head not in self._smoothed:  # once is enough
                 self._smoothed.add(head)
                 why = "a cluster's running marginal is exactly 0"
                 events.append(Event(counted, names[head], "marginal", why, "smoothed", 0.0))
@@ -352,7 +352,7 @@ class HeadsLearner:
 
 
 def _on_cpu(steps: list[_UnreadStep]) -> list[_UnreadStep]:
-    names = ("stage", "loss", "grad_norm", "smoothed", "bad")
+    names = ("stage", "loss", "grad_norm", "has_zero", "bad")
     values = iter(_read(*(getattr(step.result, name) for step in steps for name in names)))
     return [
         replace(step, result=replace(step.result, **{name: next(values) for name in names}))

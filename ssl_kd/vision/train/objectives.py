@@ -69,7 +69,7 @@ class Objective(ABC):
             weights: weight of each sample, `[head or 1, batch]`; None: equal weights.
         """
 
-    def smoothed(self, marginal: Tensor) -> Tensor:
+    def has_zero(self, marginal: Tensor) -> Tensor:
         """Mark the heads whose marginal `[head, cluster]` contains an exact 0, boolean `[head]`."""
         return marginal.new_zeros(len(marginal)).bool()
 
@@ -107,7 +107,7 @@ class TEMI(Objective):
 
         return losses.temi(logits, targets, marginal, weights, **self._options)
 
-    def smoothed(self, marginal: Tensor) -> Tensor:  # noqa: D102
+    def has_zero(self, marginal: Tensor) -> Tensor:  # noqa: D102
         return (marginal == 0).any(1)
 
 

@@ -23,7 +23,7 @@ from ssl_kd.core.seeds import seed_of
 from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.train import losses
 from ssl_kd.vision.train.heads.bank import HeadBank
-from ssl_kd.vision.train.objectives import Fixed, make_objective
+from ssl_kd.vision.train.objectives import make_objective
 from ssl_kd.vision.train.rows import (
     RowParts,
     adamw_,
@@ -137,7 +137,7 @@ class HeadsStep:
     grad_norm: Tensor  # `[head]`, before clipping
     stage: Tensor  # `[head]` int8, the `Stage` of the head's fault
     bad: Tensor  # `[view, batch]`, samples that are not finite, left out of every view
-    smoothed: Tensor  # `[head]`, whether a cluster's running marginal was exactly 0
+    has_zero: Tensor  # `[head]`, whether a cluster's running marginal was exactly 0
     before: dict[str, Tensor]  # `[head]`, scale and health before, as in `HeadsState.judged`
 
 
@@ -165,7 +165,7 @@ class HeadTrainer:
         self.precision = precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(heads.loss, vars(heads))
-        self._fixed = Fixed(heads.student_temp)
+        self._fixed = make_objective("fixed", vars(heads))
         keep_freed_memory()
         self.decay = bank.decay_mask().to(precision.device) * WEIGHT_DECAY
         self.state = self._fresh(bank.initial_weights(heads.seed))
@@ -244,7 +244,7 @@ class HeadTrainer:
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
         views, fixed_targets = self._on_device(bad, views, fixed_targets)
-        smoothed = self.objective.smoothed(self.state.marginal)
+        has_zero = self.objective.has_zero(self.state.marginal)
         before = {name: tensor.clone() for name, tensor in self.state.judged().items()}
         takes_snapshot = step is not None and step % SNAPSHOT_EVERY == 0
 
@@ -272,7 +272,7 @@ class HeadTrainer:
                 results.append(learn(chunk, of_chunk, weights))
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
-        return HeadsStep(loss, norm, stage, bad, smoothed, before)
+        return HeadsStep(loss, norm, stage, bad, has_zero, before)
 
     def _on_device(
         self, bad: Tensor, views: Tensor, fixed_targets: Tensor | None
