@@ -309,33 +309,38 @@ class Distiller(Objective):
         sums = dict.fromkeys(self._remaining.terms, zero)
         for i, batch in enumerate(batches):
             with self.distributed.averaged(last=i == len(batches) - 1):
-                terms = self._learn_from(batch, None if again else i)
+                terms = self._learn_from(batch, is_first=i == 0, again=again)
             sums |= {name: sums[name] + term for name, term in terms.items()}
         return sums
 
-    def _learn_from(self, batch: Any, i: int | None) -> dict[str, Tensor]:
-        """Compute the gradients of batch `i`, or None for the second time; return its shares."""
+    def _learn_from(self, batch: Any, *, is_first: bool, again: bool) -> dict[str, Tensor]:
+        """Compute the gradients of one batch; return its share of each term's mean.
+
+        If a term is not finite, the guard asks for the terms without the rows at fault. The tokens
+        of these rows leave the divisors, so the gradients of earlier batches of the step are stale.
+        The second time (`again`) the divisors are right from the beginning.
+        """
         first = FirstPass(batch, rng_state(self.precision.device))
+        terms = self._per_token(self.distributed.forward(self.terms, batch, first))
 
-        def shares(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: term / self._divisor(name) for name, term in sums.items()}
-
-        def again() -> dict[str, Tensor]:
-            sums = self.distributed.forward(self.without_sick_rows, first)
+        def without_rows() -> dict[str, Tensor]:
             step = self.guard.step_number
+            sums = self.distributed.forward(self.without_sick_rows, first)
             sums, events, lost = first.merge(self.ranks, step, terms, sums, self.lost)
-            if i is not None:
+            if not again:
                 self.guard.events.extend(events)
                 self._has_lost |= bool(events)
                 self._subtract(lost)
-                self._is_stale |= i > 0
-            terms.update(shares(sums))
+                self._is_stale |= not is_first
+            terms.update(self._per_token(sums))
             return self.weighted(terms)
 
-        sums = self.distributed.forward(self.terms, batch, first)
-        terms = shares(sums)
-        self.guard.backward(self.weighted(terms), again=again)
+        self.guard.backward(self.weighted(terms), again=without_rows)
         return {name: term.detach() for name, term in terms.items()}
+
+    def _per_token(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Divide sums over tokens by the numbers of tokens of the whole step."""
+        return {name: term / self._divisor(name) for name, term in sums.items()}
 
     def _count(self, batches: Sequence[Batch | AlignedBatch]) -> None:
         """Count each term's target tokens, and those of text, over all ranks, for a new step."""
