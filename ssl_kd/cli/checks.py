@@ -82,11 +82,14 @@ def replay(argv: Sequence[str]) -> int:
 
     open_screen()
     from firstnan import bundle
-    from ssl_kd.core.runs.fault_bundle import kind_of, load_bundle
+    from ssl_kd.core.runs.fault_bundle import OtherKind, load_bundle
 
-    if kind_of(flags.bundle) == bundle.KIND:
+    try:
+        recorded = load_bundle(flags.bundle).settings.get("replay")
+    except OtherKind as error:
+        if error.kind != bundle.KIND:
+            raise
         return bundle.main([flags.bundle])
-    recorded = load_bundle(flags.bundle).settings.get("replay")
     if isinstance(recorded, dict) and recorded.get("mode") == "language":
         from ssl_kd.language.train import replay as language
 

@@ -49,6 +49,17 @@ class Bundle:
         return self.event.step - 1
 
 
+class OtherKind(InputError):
+    """A file holds a bundle, but of another kind, such as `firstnan.bundle.KIND`."""
+
+    def __init__(self, path: str | Path, kind: str) -> None:
+        super().__init__(
+            f"{path} holds {kind!r:.80}, expected {KIND!r}: one of the .safetensors files in the "
+            "folder `faults` of a run"
+        )
+        self.kind = kind
+
+
 def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None:
     """Write a bundle to a file atomically; above the limit, drop `views`, then the largest tensor.
 
@@ -87,29 +98,18 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, set | frozenset) else str(value)
 
 
-def kind_of(path: str | Path) -> str:
-    """Return what a bundle holds, such as `KIND` or `firstnan.bundle.KIND`.
-
-    Raises:
-        InputError: there is no such file, or it is not a bundle.
-        CorruptFileError: the file is damaged.
-    """
-    return _read(path)[0].get("kind", "nothing that is known")
-
-
 def load_bundle(path: str | Path) -> Bundle:
     """Read a bundle, and execute no code from the file.
 
     Raises:
-        InputError: there is no such file, or it is not a bundle of a training step.
+        OtherKind: the file is a bundle of another kind.
+        InputError: the file is not a bundle.
         CorruptFileError: the file is damaged.
+        OSError: the file cannot be read.
     """
     texts, tensors = _read(path)
     if texts.get("kind") != KIND:
-        raise InputError(
-            f"{path} holds {texts.get('kind', 'no step')!r:.80}, expected {KIND!r}: one of the "
-            ".safetensors files in the folder `faults` of a run"
-        )
+        raise OtherKind(path, texts.get("kind", "no step"))
     step: Any = None  # of any type, in a file that ssl_kd did not write
     with suppress(KeyError, ValueError):
         step = json.loads(texts["step"])
@@ -169,9 +169,7 @@ class FlightRecorder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._recorded = {
-            file.stem.rpartition("-step")[0] for file in self.folder.glob("*.safetensors")
-        }
+        self._recorded = {file.stem.rpartition("-step")[0] for file in self.bundles()}
 
     def wants(self, part: str) -> bool:
         """Return whether a fault of this part would be saved."""

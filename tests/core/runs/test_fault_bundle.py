@@ -12,6 +12,7 @@ import torch
 import firstnan.bundle
 from firstnan.bundle_file import pack
 from firstnan.events import Event
+from ssl_kd import cli
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.files import CorruptFileError
 from ssl_kd.core.runs.fault_bundle import Bundle, FlightRecorder, load_bundle, save_bundle
@@ -138,3 +139,13 @@ def test_firstnan_shows_a_bundle_and_names_the_command_that_runs_it_again(tmp_pa
     assert "head 3, step 7: the loss is not finite" in shown and f"ssl_kd replay {path}" in shown
     assert firstnan.bundle.main([str(path), "--model", "torch.nn:Identity"]) == 2
     assert "expected 'a forward pass'" in capsys.readouterr().err
+
+
+def test_ssl_kd_shows_a_bundle_of_a_forward_pass(tmp_path, capfd):
+    path, texts = tmp_path / "b.safetensors", {"contains": "one input", "report": "aten.div, row 3"}
+    path.write_bytes(pack(texts | {"kind": firstnan.bundle.KIND}, {"x": torch.zeros(1)}))
+    assert cli.main(["replay", str(path)]) == 0
+    assert "contains   one input\naten.div, row 3" in capfd.readouterr().out
+    path.write_bytes(pack(texts | {"kind": "a poem"}, {"x": torch.zeros(1)}))
+    assert cli.main(["replay", str(path)]) == 2
+    assert "holds 'a poem', expected 'a training step of ssl_kd'" in capfd.readouterr().err

@@ -106,5 +106,7 @@ def test_a_new_kind_is_a_class_and_a_line(settings, models, monkeypatch):
     path = run(settings(**short, teacher_served_as="halved"))
     plain = run(settings(**short, run_name="plain"))
     rows = [metrics(each)["table"][0] for each in (path, plain)]
-    assert rows[0]["name"] == "teacher" and rows[0] == rows[1]  # scored as it was loaded
+    assert (
+        rows[0]["name"] == "teacher" and rows[0] == rows[1]
+    )  # scored with the weights that were loaded
     assert weights(path) != weights(plain)
