@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from ssl_kd.core.settings import RunSettings, Settings, SettingsError, setting
 from ssl_kd.core.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.foreign_names import ALIASES, INSTEAD
+from ssl_kd.vision.teacher_kinds import KINDS
 from ssl_kd.vision.train.objectives import OBJECTIVES, make_objective
 
 # Value of N_CLUSTERS: choose the number of clusters from the data.
@@ -86,13 +87,9 @@ class TeacherSettings(Settings):
         " torchvision:NAME | package.module.Class (your own) | features (DATASET holds embeddings"
         " already)",
         "For photographs use dinov2; pixels only suits small aligned images such as digits.",
-        choices=("pixels", "features", "dinov2", "efficientnet_lite0"),
-        forms=(
-            IMPORT_PATH,
-            ("timm:NAME", "timm:.+"),
-            ("torchvision:NAME", "torchvision:.+"),
-            ("dinov2_vitX14", "dinov2_vit[sblg]14(_reg)?"),
-        ),
+        choices=tuple(name for kind in KINDS for name in kind.names),
+        forms=tuple(kind.form for kind in KINDS if kind.form is not None),
+        known=tuple(name for kind in KINDS for name in kind.more),
         section="Teacher and embeddings",
     )
     teacher_weights: str | None = setting(

@@ -52,6 +52,7 @@ class Rule:
     below: float | None = None  # as `high`, excluded
     choices: tuple[str, ...] = ()
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
+    known: tuple[str, ...] = ()  # values of these forms, to suggest for a misspelt one
     words: tuple[str, ...] = ()  # alternatives to a number, from its type: int | Literal["auto"]
     number: bool = False  # of a text: a number stands for its text
     # Other settings, each with a pattern of those of its values with which this one has an effect.
@@ -191,7 +192,8 @@ class Settings:
         if type(checked) is kind and (kind is not float or math.isfinite(checked)):
             if kind is bool or rule.allows(checked):
                 return checked
-        hint = nearest(value, rule.choices or rule.words) if isinstance(value, str) else ""
+        known = (*rule.choices, *rule.known, *rule.words)
+        hint = nearest(value, known) if isinstance(value, str) else ""
         raise SettingsError(f"{name.upper()} is {value!r}, but must be {cls.allowed(name)}.{hint}")
 
     @classmethod

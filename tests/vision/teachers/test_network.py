@@ -7,7 +7,9 @@ from PIL import Image
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.vision.teachers import Network, Transform
-from ssl_kd.vision.teachers.load import load_teacher, timm_transform, torchvision_transform
+from ssl_kd.vision.teachers.load import load_teacher
+from ssl_kd.vision.teachers.timm_models import timm_transform
+from ssl_kd.vision.teachers.torchvision_models import torchvision_transform
 
 timm = pytest.importorskip("timm")
 create_transform = timm.data.create_transform

@@ -1,0 +1,37 @@
+"""Define what a teacher is loaded from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ssl_kd.vision.teachers.weights import State, read_weights
+
+
+@dataclass(frozen=True)
+class Request:
+    """A teacher to load: its name, and the settings that apply to it.
+
+    Attributes:
+        name: value of the setting TEACHER.
+        weights: local file of the weights; None: the published ones.
+        image_size: side of the input in pixels; None: the model's own.
+        token: which output of the network is the embedding.
+        dataset: data to embed, if they are known.
+    """
+
+    name: str
+    weights: str | os.PathLike[str] | None = None
+    image_size: int | None = None
+    token: str = "class"
+    dataset: Any = None
+
+    @property
+    def model(self) -> str:
+        """The name after the first colon, as in `timm:NAME`."""
+        return self.name.partition(":")[2]
+
+    def read_state(self) -> State | None:
+        """Return the tensors in the file of the weights; None if the published ones are used."""
+        return None if self.weights is None else read_weights(self.weights)
