@@ -83,7 +83,8 @@ class TeacherSettings(Settings):
     teacher: str = setting(
         "pixels",
         "frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14,"
-        " vitl14, vitg14, each also with _reg) | efficientnet_lite0 | timm:NAME |"
+        " vitl14, vitg14, each also with _reg) | efficientnet_lite0 (efficientnet_lite1,"
+        " efficientnet_lite2) | timm:NAME |"
         " torchvision:NAME | package.module.Class (your own) | features (DATASET holds embeddings"
         " already)",
         "For photographs use dinov2; pixels only suits small aligned images such as digits.",

@@ -62,7 +62,11 @@ KINDS = (
         tuple(DINOV2_MODELS),
         **_NETWORK,
     ),
-    Kind(f"{_TEACHERS}.efficientnet_lite.load_lite0", ("efficientnet_lite0",), **_NETWORK),
+    Kind(
+        f"{_TEACHERS}.efficientnet_lite.load_lite",
+        tuple(f"efficientnet_lite{size}" for size in range(3)),
+        **_NETWORK,
+    ),
     Kind(f"{_TEACHERS}.imported.load_imported", form=IMPORT_PATH),
     Kind(f"{_TEACHERS}.timm_models.load_timm", form=("timm:NAME", "timm:.+"), **_NETWORK),
     Kind(

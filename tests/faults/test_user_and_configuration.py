@@ -104,8 +104,8 @@ def no_network(monkeypatch, tmp_path):
 def test_weights_out_of_reach_are_one_line_with_the_ways_on(
     settings, train_py, no_network, tmp_path, teacher, monkeypatch
 ):
-    package = "ssl_kd.vision.teachers.efficientnet_lite.efficientnet_lite0_file"
-    monkeypatch.setattr(package, lambda: None)
+    package = "ssl_kd.vision.teachers.efficientnet_lite.file_of_package"
+    monkeypatch.setattr(package, lambda name: None)
     unreachable = settings(dataset="digits", teacher=teacher)
     code, error = train_py(unreachable)
     line = one_line(error)
