@@ -30,10 +30,12 @@ DOWNLOAD = False
 
 # --- Teacher and embeddings -----------------------------------------------------------------------
 
-# Frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14, vitl14,
-# vitg14, each also with _reg) | efficientnet_lite0 | timm:NAME | torchvision:NAME |
-# package.module.Class (your own) | features (DATASET holds embeddings already). For photographs use
-# dinov2; pixels only suits small aligned images such as digits.
+# Frozen model that embeds the images: pixels | dinov2 | dinov3 | siglip2 | pe | radio | aimv2 |
+# tipsv2 | clip | franca | efficientnet_lite0 | efficientnet_lite1 | efficientnet_lite2 | timm:NAME
+# | torchvision:NAME | hf:NAME (transformers) | open_clip:NAME | package.module.Class (your own) |
+# features (DATASET holds embeddings already). For photographs use dinov2; pixels only suits small
+# aligned images such as digits. Other sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are listed
+# in docs/images.md.
 TEACHER = "pixels"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
 TEACHER_WEIGHTS = None
@@ -44,7 +46,7 @@ EMBEDDING_DIM = None
 # 224).
 IMAGE_SIZE = None
 # Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
-# tokens) | both (concatenated).
+# tokens) | both (concatenated) | last4 (class tokens of the last four layers, and the mean patch).
 TOKEN = "class"
 # Threads that decode images, at least 0, at most 256; 0: chosen by the device. They decode ahead of
 # a GPU's teacher, and between the batches of a CPU's. Raise it if the progress bar waits for the

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ssl_kd.core.settings import RunSettings, Settings, SettingsError, setting
 from ssl_kd.core.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.foreign_names import ALIASES, INSTEAD
-from ssl_kd.vision.teacher_kinds import KINDS
+from ssl_kd.vision.teacher_kinds import KINDS, TOKENS
 from ssl_kd.vision.train.objectives import OBJECTIVES, make_objective
 
 # Value of N_CLUSTERS: choose the number of clusters from the data.
@@ -82,12 +82,13 @@ class TeacherSettings(Settings):
 
     teacher: str = setting(
         "pixels",
-        "frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14,"
-        " vitl14, vitg14, each also with _reg) | efficientnet_lite0 (efficientnet_lite1,"
-        " efficientnet_lite2) | timm:NAME |"
-        " torchvision:NAME | package.module.Class (your own) | features (DATASET holds embeddings"
+        "frozen model that embeds the images: pixels | dinov2 | dinov3 | siglip2 | pe | radio |"
+        " aimv2 | tipsv2 | clip | franca | efficientnet_lite0 | efficientnet_lite1 |"
+        " efficientnet_lite2 | timm:NAME | torchvision:NAME | hf:NAME (transformers) |"
+        " open_clip:NAME | package.module.Class (your own) | features (DATASET holds embeddings"
         " already)",
-        "For photographs use dinov2; pixels only suits small aligned images such as digits.",
+        "For photographs use dinov2; pixels only suits small aligned images such as digits. Other"
+        " sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are listed in docs/images.md.",
         choices=tuple(name for kind in KINDS for name in kind.names),
         forms=tuple(kind.form for kind in KINDS if kind.form is not None),
         known=tuple(name for kind in KINDS for name in kind.more),
@@ -113,8 +114,9 @@ class TeacherSettings(Settings):
     token: str = setting(
         "class",
         "which output of a vision transformer is the embedding: class (token) | patch (mean of the"
-        " patch tokens) | both (concatenated)",
-        choices=("class", "patch", "both"),
+        " patch tokens) | both (concatenated) | last4 (class tokens of the last four layers, and"
+        " the mean patch)",
+        choices=tuple(TOKENS),
     )
     workers: int = setting(
         0,
@@ -143,7 +145,7 @@ class TeacherSettings(Settings):
         super().check_together()
         if self.teacher.startswith("dinov2"):
             size = "s" if self.teacher == "dinov2" else self.teacher.removeprefix("dinov2_vit")[0]
-            self.check_width(self.teacher, DINOV2_WIDTHS[size] * (2 if self.token == "both" else 1))
+            self.check_width(self.teacher, DINOV2_WIDTHS[size] * TOKENS[self.token])
 
     def check_width(self, teacher: str, width: int) -> None:
         """Raise SettingsError if EMBEDDING_DIM is set and `teacher` embeds in another width."""

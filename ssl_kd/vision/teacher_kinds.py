@@ -19,6 +19,59 @@ DINOV2_MODELS = {
     for reg in ("", "_reg")
 }
 """Maps the name of each DINOv2 model on torch.hub to its name in timm."""
+TIMM_MODELS = {
+    "dinov3_vits16": "vit_small_patch16_dinov3.lvd1689m",
+    "dinov3_vits16plus": "vit_small_plus_patch16_dinov3.lvd1689m",
+    "dinov3_vitb16": "vit_base_patch16_dinov3.lvd1689m",
+    "dinov3_vitl16": "vit_large_patch16_dinov3.lvd1689m",
+    "dinov3_vith16plus": "vit_huge_plus_patch16_dinov3.lvd1689m",
+    "dinov3_vit7b16": "vit_7b_patch16_dinov3.lvd1689m",
+    "dinov3_convnext_tiny": "convnext_tiny.dinov3_lvd1689m",
+    "dinov3_convnext_small": "convnext_small.dinov3_lvd1689m",
+    "dinov3_convnext_base": "convnext_base.dinov3_lvd1689m",
+    "dinov3_convnext_large": "convnext_large.dinov3_lvd1689m",
+    "siglip2_base": "vit_base_patch16_siglip_224.v2_webli",
+    "siglip2_large": "vit_large_patch16_siglip_256.v2_webli",
+    "siglip2_so400m": "vit_so400m_patch16_siglip_256.v2_webli",
+    "pe_core_t16": "vit_pe_core_tiny_patch16_384.fb",
+    "pe_core_s16": "vit_pe_core_small_patch16_384.fb",
+    "pe_core_b16": "vit_pe_core_base_patch16_224.fb",
+    "pe_core_l14": "vit_pe_core_large_patch14_336.fb",
+    "pe_core_g14": "vit_pe_core_gigantic_patch14_448.fb",
+    "pe_spatial_b16": "vit_pe_spatial_base_patch16_512.fb",
+    "pe_spatial_l14": "vit_pe_spatial_large_patch14_448.fb",
+    "c_radio_v3_b": "vit_base_patch16_radio_v3.c_radio",
+    "c_radio_v3_l": "vit_large_patch16_radio_v3.c_radio",
+    "c_radio_v3_h": "vit_huge_patch16_radio_v3.c_radio",
+    "c_radio_v3_g": "vit_giant_patch16_radio_v3.c_radio",
+    "c_radio_v4_so400m": "vit_so400m_patch16_radio_v4.c_radio",
+    "c_radio_v4_h": "vit_huge_patch16_radio_v4.c_radio",
+    "aimv2_large": "aimv2_large_patch14_224.apple_pt",
+    "aimv2_huge": "aimv2_huge_patch14_224.apple_pt",
+    "aimv2_1b": "aimv2_1b_patch14_224.apple_pt",
+    "aimv2_3b": "aimv2_3b_patch14_224.apple_pt",
+    "tipsv2_b14": "vit_base_patch14_reg1_tipsv2.webli",
+    "tipsv2_l14": "vit_large_patch14_reg1_tipsv2.webli",
+    "tipsv2_so400m14": "vit_so400m_patch14_reg1_tipsv2.webli",
+    "tipsv2_g14": "vit_giant_patch14_reg1_tipsv2.webli",
+    "clip_vitb32": "vit_base_patch32_clip_quickgelu_224.openai",
+    "clip_vitb16": "vit_base_patch16_clip_quickgelu_224.openai",
+    "clip_vitl14": "vit_large_patch14_clip_quickgelu_224.openai",
+    "clip_vitl14_336": "vit_large_patch14_clip_quickgelu_336.openai",
+}
+"""Maps names of models, close to those that their authors use, to their names in timm."""
+SHORT_NAMES = {
+    "dinov3": "dinov3_vits16",
+    "siglip2": "siglip2_base",
+    "pe": "pe_core_b16",
+    "radio": "c_radio_v3_b",
+    "aimv2": "aimv2_large",
+    "tipsv2": "tipsv2_b14",
+    "clip": "clip_vitb16",
+}
+"""Maps the name of a family to one of its smaller models in `TIMM_MODELS`."""
+TOKENS = {"class": 1, "patch": 1, "both": 2, "last4": 5}
+"""Maps the values of the setting TOKEN to the number of tokens that an embedding consists of."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +82,24 @@ class Kind:
         loader: import path of the function that loads a teacher of this kind. Its argument is a
             `ssl_kd.vision.teachers.request.Request`.
         names: values of TEACHER that choose this kind, as help and messages list them.
+        more: further names, which messages suggest for a misspelt one but do not list.
         form: further values, as messages show them and as a regular expression.
-        more: values of that form that are suggested for a misspelt name.
         packages: packages that the kind needs, which the extra `extra` of ssl_kd installs.
         extra: name of that extra.
     """
 
     loader: str
     names: tuple[str, ...] = ()
-    form: tuple[str, str] | None = None
     more: tuple[str, ...] = ()
+    form: tuple[str, str] | None = None
     packages: tuple[str, ...] = ()
     extra: str = ""
 
     def has(self, name: str) -> bool:
         """Return whether a value of TEACHER chooses this kind."""
-        return name in self.names or (
-            self.form is not None and re.fullmatch(self.form[1], name) is not None
-        )
+        if name in self.names or name in self.more:
+            return True
+        return self.form is not None and re.fullmatch(self.form[1], name) is not None
 
 
 _TEACHERS = "ssl_kd.vision.teachers"
@@ -56,11 +109,23 @@ KINDS = (
     Kind(f"{_TEACHERS}.plain.load_pixels", ("pixels",)),
     Kind(f"{_TEACHERS}.plain.load_features", ("features",)),
     Kind(
-        f"{_TEACHERS}.dinov2.load_dinov2",
+        f"{_TEACHERS}.hub_models.load_dinov2",
         ("dinov2",),
-        ("dinov2_vitX14", "dinov2_vit[sblg]14(_reg)?"),
-        tuple(DINOV2_MODELS),
+        more=tuple(DINOV2_MODELS),
         **_NETWORK,
+    ),
+    Kind(
+        f"{_TEACHERS}.timm_models.load_named",
+        tuple(SHORT_NAMES),
+        more=tuple(TIMM_MODELS),
+        **_NETWORK,
+    ),
+    Kind(
+        f"{_TEACHERS}.hub_models.load_franca",
+        ("franca",),
+        more=("franca_vitb14", "franca_vitl14", "franca_vitg14"),
+        packages=("torchvision",),
+        extra="vision",
     ),
     Kind(
         f"{_TEACHERS}.efficientnet_lite.load_lite",
@@ -69,6 +134,18 @@ KINDS = (
     ),
     Kind(f"{_TEACHERS}.imported.load_imported", form=IMPORT_PATH),
     Kind(f"{_TEACHERS}.timm_models.load_timm", form=("timm:NAME", "timm:.+"), **_NETWORK),
+    Kind(
+        f"{_TEACHERS}.hf_models.load_hf",
+        form=("hf:NAME", "hf:.+"),
+        packages=("transformers", "torchvision"),
+        extra="llm",
+    ),
+    Kind(
+        f"{_TEACHERS}.open_clip_models.load_open_clip",
+        form=("open_clip:NAME", "open_clip:.+"),
+        packages=("open_clip", "torchvision"),
+        extra="open_clip",
+    ),
     Kind(
         f"{_TEACHERS}.torchvision_models.load_torchvision",
         form=("torchvision:NAME", "torchvision:.+"),

@@ -132,7 +132,7 @@ def test_every_setting_is_a_flag(name, config):
         (["--student_temp", "0.01"], "STUDENT_TEMP is 0.01, but must be a finite number, at least"),
         (["--learning_rate", "-1"], "LEARNING_RATE is -1.0, but must be"),
         (["--learning_rate", "nan"], "LEARNING_RATE is nan, but must be a finite number"),
-        (["--teacher", "dinov"], "'timm:NAME', 'torchvision:NAME'. Did you mean dinov2?"),
+        (["--teacher", "dinov"], "'open_clip:NAME', 'torchvision:NAME'. Did you mean dinov3?"),
         (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened',"),
         (["--config", "none.py"], "none.py cannot be read as a settings file: No such file"),
         (["--no-resume=True"], "ignored explicit argument 'True'; --help lists all flags"),

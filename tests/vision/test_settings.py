@@ -169,7 +169,12 @@ def test_an_older_name_without_a_setting_names_its_replacement(name):
 
 @pytest.mark.parametrize(
     ("teacher", "token", "width"),
-    [("dinov2", "class", 384), ("dinov2_vitb14_reg", "patch", 768), ("dinov2_vits14", "both", 768)],
+    [
+        ("dinov2", "class", 384),
+        ("dinov2_vitb14_reg", "patch", 768),
+        ("dinov2_vits14", "both", 768),
+        ("dinov2", "last4", 1920),
+    ],
 )
 def test_the_width_of_embeddings_is_checked_by_the_name_of_the_model(teacher, token, width):
     VisionSettings(teacher=teacher, token=token, embedding_dim=width)

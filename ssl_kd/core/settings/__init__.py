@@ -52,7 +52,7 @@ class Rule:
     below: float | None = None  # as `high`, excluded
     choices: tuple[str, ...] = ()
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
-    known: tuple[str, ...] = ()  # values of these forms, to suggest for a misspelt one
+    known: tuple[str, ...] = ()  # further choices, which messages suggest but do not list
     words: tuple[str, ...] = ()  # alternatives to a number, from its type: int | Literal["auto"]
     number: bool = False  # of a text: a number stands for its text
     # Other settings, each with a pattern of those of its values with which this one has an effect.
@@ -70,7 +70,8 @@ class Rule:
         if isinstance(value, str):
             matches = any(re.fullmatch(form, value) for _, form in self.forms)
             any_text = not self.choices and not self.forms
-            return _is_writable(value) and (any_text or value in self.choices or matches)
+            is_choice = value in self.choices or value in self.known
+            return _is_writable(value) and (any_text or is_choice or matches)
         return (
             (self.low is None or value >= self.low)
             and (self.above is None or value > self.above)

@@ -31,7 +31,7 @@ def load_lite(request: Request) -> Teacher:
     if prefix is not None:
         own = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
         state = rename_lite(own, model)
-    return build_timm(model, request.name, state, request.image_size, request.token)
+    return build_timm(request, model, request.name, state)
 
 
 def file_of_package(package: str) -> Path | None:

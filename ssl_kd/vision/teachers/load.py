@@ -34,8 +34,9 @@ def load_teacher(
             known wrappers (`select_weights`). It must cover the model except for the classifier.
         image_size: side of the input in pixels. By default the model's own size; 224 for DINOv2;
             for `pixels` the size of the images in `dataset`, or 32 if they are files.
-        token: `class` (the network's own pooling; for DINOv2 the class token), `patch` (the mean
-            patch token) or `both` (concatenated). `patch` and `both` need a ViT.
+        token: `class` (the class token, or the network's own pooling), `patch` (the mean of the
+            patch tokens, without registers), `both` (concatenated) or `last4` (the class tokens of
+            the last four layers, and the mean patch). All but `class` need a ViT.
         device: device on which the teacher runs.
         dataset: data to embed, which sets the input shape of `pixels` and the width of `features`.
 

@@ -36,6 +36,8 @@ class Transform:
         crop_mode: `center` resizes the shorter side to `resize` and keeps the aspect ratio;
             `squash` resizes both sides, ignoring the aspect ratio; `border` resizes the longer side
             and fills the rest with `mean`.
+        rounds_down: whether the crop begins at the lower of the two pixels nearest to the center,
+            as in transformers, instead of the even one, as in torchvision.
     """
 
     size: int | tuple[int, int]
@@ -44,6 +46,7 @@ class Transform:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     crop_mode: Literal["center", "squash", "border"] = "center"
+    rounds_down: bool = False
 
     def __post_init__(self) -> None:
         """Raise MissingPackage without torchvision, which resizes images."""
@@ -73,7 +76,11 @@ class Transform:
             padding = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
             fill = [round(255 * value) for value in self.mean]
             image = F.pad(image, padding, fill=fill)  # type: ignore[arg-type, assignment]
-        image = F.center_crop(image, [height, width])  # type: ignore[arg-type, assignment]
+        top, left = (image.height - height) // 2, (image.width - width) // 2
+        if self.rounds_down and top >= 0 and left >= 0:
+            image = image.crop((left, top, left + width, top + height))
+        else:
+            image = F.center_crop(image, [height, width])  # type: ignore[arg-type, assignment]
         pixels = torch.from_numpy(np.array(image))
         return rearrange(pixels, "height width channel -> channel height width")
 
@@ -112,6 +119,8 @@ class Transform:
         mode = "centre" if self.crop_mode == "center" else self.crop_mode  # as in older caches
         mean, std = ([round(v, 4) for v in values] for values in (self.mean, self.std))
         size, resize = (_text_of(sides) for sides in (self.size, self.resize))
+        if self.rounds_down:
+            mode += " rounded down"
         return f"{size} px of {resize} {self.interpolation} {mode}, mean {mean}, std {std}"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from ssl_kd.core.errors import InputError
@@ -15,7 +13,7 @@ _PIXELS_OF_FOLDERS = 32
 
 def load_pixels(request: Request) -> Pixels:
     """Return a teacher of the size of the data's images, or of 32 x 32 if they are files."""
-    _refuse_weights(request)
+    request.refuse_weights("has no weights")
     image_size = request.image_size
     arrays: np.ndarray | None = getattr(request.dataset, "arrays", None)
     if arrays is None:
@@ -27,7 +25,7 @@ def load_pixels(request: Request) -> Pixels:
 
 def load_features(request: Request) -> Features:
     """Return the placeholder for the teacher that computed the data's features."""
-    _refuse_weights(request)
+    request.refuse_weights("has no weights")
     features: np.ndarray | None = getattr(request.dataset, "features", None)
     if features is None:
         raise InputError(
@@ -35,11 +33,3 @@ def load_features(request: Request) -> Features:
             "images, such as pixels, or a data set of features"
         )
     return Features(features.shape[1])
-
-
-def _refuse_weights(request: Request) -> None:
-    if request.weights is not None:
-        raise InputError(
-            f"TEACHER_WEIGHTS is {os.fspath(request.weights)}, but the teacher {request.name!r} "
-            "has no weights: leave TEACHER_WEIGHTS at None"
-        )

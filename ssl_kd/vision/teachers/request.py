@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from ssl_kd.core.errors import InputError
 from ssl_kd.vision.teachers.weights import State, read_weights
 
 
@@ -35,3 +36,11 @@ class Request:
     def read_state(self) -> State | None:
         """Return the tensors in the file of the weights; None if the published ones are used."""
         return None if self.weights is None else read_weights(self.weights)
+
+    def refuse_weights(self, why: str) -> None:
+        """Raise InputError if TEACHER_WEIGHTS is set; `why` follows the teacher's name."""
+        if self.weights is not None:
+            raise InputError(
+                f"TEACHER_WEIGHTS is {os.fspath(self.weights)}, but the teacher {self.name!r} "
+                f"{why}: leave TEACHER_WEIGHTS at None"
+            )

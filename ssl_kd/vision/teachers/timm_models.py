@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-import socket
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from ssl_kd.core.errors import InputError, brief
-from ssl_kd.vision.teachers.base import Teacher, TeacherUnavailable
+from ssl_kd.vision.teacher_kinds import SHORT_NAMES, TIMM_MODELS
+from ssl_kd.vision.teachers.base import Teacher
+from ssl_kd.vision.teachers.hugging_face import offline_without_network, unavailable
 from ssl_kd.vision.teachers.messages import misfit, unknown_model
 from ssl_kd.vision.teachers.network import Network, Transform
 from ssl_kd.vision.teachers.request import Request
-from ssl_kd.vision.teachers.tokens import pooled
+from ssl_kd.vision.teachers.tokens import last_layers, one_layer
 from ssl_kd.vision.teachers.weights import State, select_weights
 
 
@@ -44,25 +42,36 @@ def _timm_config(model_name: str) -> Any:
 def load_timm(request: Request) -> Teacher:
     """Load `timm:NAME`, or `timm:hf-hub:OWNER/NAME` from the Hub."""
     state = request.read_state()
-    return build_timm(request.model, request.name, state, request.image_size, request.token)
+    return build_timm(request, request.model, request.name, state)
+
+
+def load_named(request: Request) -> Teacher:
+    """Load a model of timm by the name that its authors gave it, as in `TIMM_MODELS`.
+
+    With TOKEN `class`, DINOv3 embeds by its class token; timm's own pooling is the mean patch.
+    """
+    name = SHORT_NAMES.get(request.name, request.name)
+    options = {"global_pool": "token"} if name.startswith("dinov3_vit") else {}
+    state = request.read_state()
+    return build_timm(request, TIMM_MODELS[name], f"{name} (timm)", state, **options)
 
 
 def build_timm(
-    model_name: str, name: str, state: State | None, image_size: int | None, token: str
+    request: Request, model_name: str, name: str, state: State | None, **kwargs: Any
 ) -> Teacher:
     """Build a teacher from a model of timm.
 
     Args:
+        request: sets IMAGE_SIZE and TOKEN. Without IMAGE_SIZE the side of the input is that of the
+            weights' configuration, and 224 for DINOv2.
         model_name: name of the model in timm.
         name: name of the teacher.
         state: tensors of a local file of weights; None: the published ones.
-        image_size: side of the input in pixels; None: that of the weights' configuration, and 224
-            for DINOv2.
-        token: which output is the embedding.
+        kwargs: options for `timm.create_model`.
     """
     import timm
 
-    config, kwargs = _timm_config(model_name), {}
+    config, image_size, token = _timm_config(model_name), request.image_size, request.token
     if config is not None and config.fixed_input_size:
         native = config.input_size[-2:]
         # DINOv2's configuration says 518, which costs 5 times the work of 224.
@@ -73,23 +82,32 @@ def build_timm(
     model: Any
     if state is None:
         try:
-            with _offline_without_network():
+            with offline_without_network():
                 model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             if config is None and isinstance(error, ValueError):  # an impossible name
                 raise InputError(f"timm:{model_name}: {brief(error)}") from error
-            raise TeacherUnavailable(name, error) from error
+            raise unavailable(name, error) from error
     else:
         model = _timm_from_file(model_name, state, config, kwargs)
 
     transform = timm_transform(model.pretrained_cfg, image_size)
+    # Class token, if there is one, and registers: they come before the patches.
     prefix: int | None = getattr(model, "num_prefix_tokens", None)
     if token != "class" and prefix is None:
         raise InputError(f"TOKEN is {token!r}, but {name} has no patch tokens: set it to 'class'")
+    if token == "last4" and getattr(model, "cls_token", None) is None:
+        raise InputError(
+            f"TOKEN is 'last4', but {name} has no class token: set it to 'class', 'patch' or 'both'"
+        )
 
     def features(x: Tensor) -> Tensor:
+        if token == "last4":
+            options = {"return_prefix_tokens": True, "norm": True, "intermediates_only": True}
+            layers = model.forward_intermediates(x, indices=4, output_fmt="NLC", **options)
+            return last_layers([(patches, tokens[:, 0]) for patches, tokens in layers])
         tokens = model.forward_features(x)
-        return pooled(token, model.forward_head(tokens), tokens[:, prefix:])
+        return one_layer(token, model.forward_head(tokens), tokens[:, prefix:])
 
     return Network(name, model, model if token == "class" else features, transform, token)
 
@@ -136,23 +154,3 @@ def _timm_from_file(model_name: str, state: State, config: Any, kwargs: dict[str
         raise misfit(model_name, error) from error
     model.reset_classifier(0)
     return model
-
-
-@contextmanager
-def _offline_without_network() -> Iterator[None]:
-    """Use only the local Hugging Face cache if the Hub's host name cannot be resolved.
-
-    Without a network the Hub's client would retry for 47 seconds.
-    """
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    if not urllib.request.getproxies():
-        try:
-            socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
-        except OSError:
-            constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

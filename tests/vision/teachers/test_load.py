@@ -63,7 +63,7 @@ def test_features_need_a_feature_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "dinov3"}, "TEACHER is 'dinov3', but must be one of 'pixels'"),
+        ({"name": "dinov"}, "TEACHER is 'dinov', but must be one of 'pixels'"),
         ({"name": "timm:"}, "TEACHER is 'timm:', but must be"),
         ({"name": "dinov2_vits14_rg"}, "Did you mean dinov2_vits14_reg?"),
         ({"name": "timm:resnet18foo"}, "did you mean resnet18"),
@@ -76,6 +76,10 @@ def test_features_need_a_feature_file():
             "IMAGE_SIZE is 0, but must be a whole",
         ),
         ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
+        ({"name": "franca", "weights": "w.pth"}, "is loaded from torch.hub alone"),
+        ({"name": "hf:a/b", "weights": "w.pth"}, "a local model is hf:FOLDER"),
+        ({"name": "dinov3_vit_s16"}, "Did you mean dinov3_vits16?"),
+        ({"name": "siglip-2"}, "Did you mean siglip2?"),
         ({"name": "dinov2", "image_size": 225}, "expected a multiple of 14 .*, such as 224"),
     ],
 )
@@ -157,7 +161,7 @@ def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
 
 
 class FakeHub(nn.Module):
-    """A small network with the outputs of DINOv2's hub model."""
+    """A small network with the methods of the models on torch.hub."""
 
     def __init__(self):
         super().__init__()
@@ -168,20 +172,34 @@ class FakeHub(nn.Module):
         patches = self.proj(x).flatten(2).transpose(1, 2)
         return {"x_norm_clstoken": patches[:, 0], "x_norm_patchtokens": patches}
 
+    def get_intermediate_layers(self, x, n, return_class_token):
+        assert return_class_token
+        patches = self.forward_features(x)["x_norm_patchtokens"]
+        return [(i * patches, i * patches[:, 0]) for i in range(12 - n, 12)]
 
-def test_dinov2_from_the_hub(monkeypatch):
+
+@pytest.mark.parametrize(
+    ("name", "repository", "model_name", "side"),
+    [
+        ("dinov2", "facebookresearch/dinov2", "dinov2_vits14", 28),
+        ("franca", "valeoai/Franca", "franca_vitb14", 32),
+        ("franca_vitl14", "valeoai/Franca", "franca_vitl14", 32),
+    ],
+)
+def test_models_of_the_hub(name, repository, model_name, side, monkeypatch):
     model = FakeHub()
 
-    def load(repository, name, **_):
-        assert (repository, name) == ("facebookresearch/dinov2", "dinov2_vits14")
+    def load(*names, **_):
+        assert names == (repository, model_name)
         return model
 
     monkeypatch.setattr(torch.hub, "load", load)
     batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
     embeddings = {}
-    for token in ("class", "patch", "both"):
-        teacher = load_teacher("dinov2", image_size=28, token=token)
-        assert teacher.name == "dinov2_vits14 (hub)" and isinstance(teacher, Network)
+    for token in ("class", "patch", "both", "last4"):
+        teacher = load_teacher(name, image_size=28, token=token)
+        assert teacher.name == f"{model_name} (hub)" and isinstance(teacher, Network)
+        assert teacher.transform_id.startswith(f"28 px of {side} bicubic")
         embeddings[token] = teacher.embed(batch)
     with torch.no_grad():
         out = model.forward_features(teacher.transform.normalize(batch))
@@ -189,6 +207,9 @@ def test_dinov2_from_the_hub(monkeypatch):
     torch.testing.assert_close(embeddings["class"], out["x_norm_clstoken"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(embeddings["patch"], patch, rtol=1e-4, atol=1e-4)
     assert torch.equal(embeddings["both"], torch.cat([embeddings["class"], embeddings["patch"]], 1))
+    of_class = out["x_norm_clstoken"]
+    last4 = torch.cat([8 * of_class, 9 * of_class, 10 * of_class, 11 * of_class, 11 * patch], 1)
+    torch.testing.assert_close(embeddings["last4"], last4, rtol=1e-4, atol=1e-4)
 
 
 def test_a_classifier_of_several_layers_is_loaded_and_removed(tmp_path):
