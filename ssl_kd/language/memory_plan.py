@@ -33,7 +33,7 @@ from ssl_kd.language.losses.token_terms import (
     chunk_rows,
     compute_terms,
 )
-from ssl_kd.language.models.causal import auto_model, llm_module
+from ssl_kd.language.models.causal import auto_model, llm_module, load_config
 from ssl_kd.language.models.dtypes import halve_products
 from ssl_kd.language.models.frozen import hidden_states
 from ssl_kd.language.models.student import add_lora, changed_config
@@ -110,9 +110,8 @@ def plan_of_run(settings: LanguageSettings, precision: Precision) -> dict[str, A
     names = [settings.student_model]
     if settings.teacher_model != "none":
         names += settings.teacher_names
-    load = llm_module("transformers").AutoConfig.from_pretrained
     try:
-        configs = [load(name, trust_remote_code=settings.trust_remote_code) for name in names]
+        configs = [load_config(name, remote_code=settings.trust_remote_code) for name in names]
         plan = memory_plan(settings, *configs, precision=precision)
     except Exception as error:  # each architecture raises its own exceptions
         logger.info("there is no memory plan for these models (%s)", type(error).__name__)

@@ -58,6 +58,7 @@ from ssl_kd.language.text.rows import (
     check_family,
     check_ranks_see,
     check_room,
+    first_rows,
     split_held_out,
     with_chat_template,
 )
@@ -134,6 +135,7 @@ def prepare(
     blocks, eval_blocks = (
         kind.lay_out(context, text, trains=text is train_set) for text in (train_set, eval_set)
     )
+    blocks = first_rows(blocks, settings.train_rows)
     _log_rows(settings, (train_set, eval_set), _sides(blocks)[0], _sides(eval_blocks)[0])
     kind.check_rows(context, blocks, eval_blocks)
     check_ranks_see(blocks, ranks.world)

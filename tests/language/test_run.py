@@ -28,6 +28,7 @@ from ssl_kd.language.models.router import RouterStep  # noqa: E402
 from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.report.page import write_report  # noqa: E402
 from ssl_kd.language.run import BestStudent, run  # noqa: E402
+from ssl_kd.language.teachers.cache import TeacherCache  # noqa: E402
 from ssl_kd.language.teachers.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.teachers.load import trained_teacher  # noqa: E402
 from ssl_kd.language.text.rows import split_held_out, texts_of  # noqa: E402
@@ -316,6 +317,14 @@ def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
     for changes in others:
         with pytest.raises(FingerprintMismatch):
             run(settings(**{**cached, **changes}, run_name="other"))
+
+
+def test_train_rows_limit_a_run_and_its_cache(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for rows in (5, 6):
+        run(settings(train_rows=rows, teacher_cache="auto", run_name=str(rows)))
+    caches = (tmp_path / "data" / "teacher_caches").iterdir()
+    assert {TeacherCache.open(folder).n for folder in caches} == {5, 6}
 
 
 def test_hidden_states_stand_in_for_the_teacher_at_any_temperature(settings, tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import json
 import logging
 import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from ssl_kd.core.files import sha256_file, why_refused
 from ssl_kd.core.memory import is_out_of_memory
 from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.language.models.dtypes import cast_weights, keep_gradients
+from ssl_kd.language.models.source import ModelSource, find_model
 from ssl_kd.language.models.weight_files import model_files
 
 logger = logging.getLogger(__name__)
@@ -68,16 +70,19 @@ def load_causal_lm(
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
-    A model of images and text is loaded with its processor. A folder of LoRA adapters is loaded
-    with its base model in float32, merged into the base, and then cast to `dtype` (None: the dtype
-    of the file). Buffers, such as rotary frequencies, keep their dtype.
+    The name is that of a folder, of a GGUF file, of a model in a package, or on the Hub
+    (`find_model`). The weights of a GGUF file are dequantized. A model of images and text is loaded
+    with its processor. A folder of LoRA adapters is loaded with its base model in float32, merged
+    into the base, and then cast to `dtype` (None: the dtype of the file). Buffers, such as rotary
+    frequencies, keep their dtype.
     """
     name = os.fspath(name_or_path)
-    folder = _local_folder(name)
+    source = find_model(name)
+    _check_quantized(source, quantization is not None)
+    folder = source.folder
     if folder is not None and (base := _base_of_adapters(folder)) is not None:
         _check_adapters(folder, base, quantization is not None)
         return _load_adapted(folder, base, dtype, remote_code)
-    source = name if folder is None else str(folder)
     with quiet():
         model = _load_model(source, dtype, remote_code, quantization or {})
         keep_gradients(model)
@@ -85,13 +90,13 @@ def load_causal_lm(
         if quantization is not None and (unpacked := sum(p.nbytes for p in stacked)):
             message = "the experts of %s are not linear layers: %.0f MiB are not quantized"
             logger.warning(message, name, unpacked / 2**20)
-        tokenizer = load_tokenizer(source, remote_code=remote_code)
-        processor = _load_processor(source, remote_code) if sees(model) else None
+        tokenizer = _load_tokenizer(source, remote_code)
+        processor = _load_processor(source.path, remote_code) if sees(model) else None
     model.eval()
     if (code := type(model).__module__).startswith("transformers_modules."):
         logger.warning("TRUST_REMOTE_CODE is set, so %s runs its own Python code: %s", name, code)
     _check_causal(model, name)
-    return CausalLM(model, tokenizer, name, files_id(source), processor)
+    return CausalLM(model, tokenizer, name, files_id(name), processor)
 
 
 def outline_causal_lm(
@@ -103,22 +108,21 @@ def outline_causal_lm(
     empty. Errors are those of `load_causal_lm`, which sees the weights, too.
     """
     name = os.fspath(name_or_path)
-    folder = _local_folder(name)
+    source = find_model(name)
+    _check_quantized(source, quantized)
+    folder = source.folder
     if folder is not None and (base := _base_of_adapters(folder)) is not None:
         _check_adapters(folder, base, quantized)
         lm = outline_causal_lm(base, remote_code=remote_code)
         return replace(lm, name=str(folder), tokenizer=_own_tokenizer(folder, lm, remote_code))
     if folder is not None and not any(file.is_file() for file in model_files(folder)):
         raise CausalLMUnavailable(name, f"{folder} has no weights, such as model.safetensors")
-    source = name if folder is None else str(folder)
     with quiet(), _as_user_error(source):
-        auto = llm_module("transformers").AutoConfig
-        config = auto.from_pretrained(source, trust_remote_code=remote_code)
-        model = _on_meta(config, remote_code)
-        tokenizer = load_tokenizer(source, remote_code=remote_code)
+        model = _on_meta(_load_config(source, remote_code), remote_code)
+        tokenizer = _load_tokenizer(source, remote_code)
         processor = None
         if model is not None and sees(model):
-            processor = _load_processor(source, remote_code)
+            processor = _load_processor(source.path, remote_code)
     return CausalLM(model, tokenizer, name, "", processor)
 
 
@@ -148,32 +152,32 @@ def auto_model(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def load_config(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
+    """Load the configuration of transformers of a model that `find_model` finds."""
+    source = find_model(name_or_path)
+    with _as_user_error(source):
+        return _load_config(source, remote_code)
+
+
 def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
-    """Load a model's tokenizer from a folder or from the Hub."""
-    source, auto = os.fspath(name_or_path), llm_module("transformers").AutoTokenizer
-    try:
-        tokenizer = auto.from_pretrained(source, trust_remote_code=remote_code)
-        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-            raise ValueError("the vocabulary holds only special tokens")
-        return tokenizer
-    except Exception as error:  # each kind of tokenizer raises its own exceptions
-        _check_remote_code(source, error)
-        raise InputError(
-            f"{source!r} has no readable tokenizer ({brief(error)}): save one next to its "
-            "config.json with tokenizer.save_pretrained(folder)"
-        ) from error
+    """Load the tokenizer of a model that `find_model` finds, or of a folder without a model."""
+    folder = Path(name_or_path).expanduser()
+    source = ModelSource(str(folder)) if folder.is_dir() else find_model(name_or_path)
+    return _load_tokenizer(source, remote_code)
 
 
 def files_id(name_or_path: str | os.PathLike[str]) -> str:
     """Return a shortened SHA-256 of the configuration and weight files of a model or adapters."""
-    name = os.fspath(name_or_path)
-    folder = _local_folder(name)
+    source = find_model(name_or_path)
+    if source.gguf:
+        return sha256_file(Path(source.name))[:16]
+    folder = source.folder
     if folder is None:
         cached_file = llm_module("transformers.utils").cached_file
         try:
-            folder = Path(str(cached_file(name, "config.json"))).parent
+            folder = Path(str(cached_file(source.path, "config.json"))).parent
         except OSError as error:
-            raise CausalLMUnavailable(name, error) from error
+            raise CausalLMUnavailable(source.path, error) from error
     files = [folder / "config.json", *sorted(folder.glob("adapter_*")), *model_files(folder)]
     parts = [f"{f.name} {sha256_file(f)}" for f in files if f.is_file()]
     if base := _base_of_adapters(folder):
@@ -254,86 +258,88 @@ def quiet() -> Iterator[None]:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _local_folder(name: str) -> Path | None:
-    """Return a model's folder, or None if the name is a name on the Hub."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise FileNotFoundError(
-                f"{folder} has no config.json; expected a folder written by save_pretrained, with "
-                "config.json, model.safetensors and the files of the tokenizer"
-            )
-        return folder
-    if folder.exists() or folder.is_absolute() or name[:1] in ".~" or name.count("/") > 1:
-        raise FileNotFoundError(
-            f"the folder {folder} does not exist; expected one written by save_pretrained, or a "
-            "name on the Hugging Face Hub, such as gpt2 or Qwen/Qwen2.5-0.5B"
-        )
-    hub = llm_module("huggingface_hub.utils")
+def _load_config(source: ModelSource, remote_code: bool) -> Any:
+    auto = llm_module("transformers").AutoConfig
+    return auto.from_pretrained(source.path, trust_remote_code=remote_code, **source.options)
+
+
+def _load_tokenizer(source: ModelSource, remote_code: bool) -> Any:
+    auto = llm_module("transformers").AutoTokenizer
     try:
-        hub.validate_repo_id(name)
-    except hub.HFValidationError as error:
+        tokenizer = auto.from_pretrained(
+            source.path, trust_remote_code=remote_code, **source.options
+        )
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+            raise ValueError("the vocabulary holds only special tokens")
+        return tokenizer
+    except Exception as error:  # each kind of tokenizer raises its own exceptions
+        _check_remote_code(source.path, error)
         raise InputError(
-            f"{name!r} is neither a folder nor a valid name on the Hugging Face Hub; expected a "
-            "name of letters, digits, '-', '_' and '.', such as Qwen/Qwen2.5-0.5B"
+            f"{source.name!r} has no readable tokenizer ({brief(error)}): save one next to its "
+            "config.json with tokenizer.save_pretrained(folder)"
         ) from error
-    return None
 
 
 def _load_model(
-    source: str, dtype: torch.dtype | None, remote_code: bool, options: Mapping[str, Any]
+    source: ModelSource, dtype: torch.dtype | None, remote_code: bool, options: Mapping[str, Any]
 ) -> Any:
-    transformers = llm_module("transformers")
-    with _as_user_error(source):
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=remote_code)
+    if source.gguf and (gguf := getattr(llm_module("transformers"), "GgufConfig", None)):
+        # Weights that stay packed cannot be trained or saved; older versions never pack them.
+        options = {"quantization_config": gguf(dequantize=True)}
+    # transformers cannot turn off its progress bar for a GGUF file.
+    bars = redirect_stderr(io.StringIO()) if source.gguf else nullcontext()
+    with _as_user_error(source), bars:
+        config = _load_config(source, remote_code)
         model, info = auto_model(config).from_pretrained(
-            source,
+            source.path,
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=remote_code,  # None would ask on the terminal
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # raised below, with the tensor's name
+            **source.options,
             **options,
         )
     for name, saved, expected in sorted(info["mismatched_keys"]):
         raise InputError(
-            f"the weights of {source!r} do not match its config.json: the shape of {name} is "
+            f"the weights of {source.name!r} do not match its config.json: the shape of {name} is "
             f"{tuple(saved)}, but the configuration requires {tuple(expected)}; use the "
             "config.json that was saved with the weights"
         )
     if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise InputError(
-            f"{len(missing)} tensors are missing from the weights of {source!r}: {names}; use the "
-            "files of a complete causal language model"
+            f"{len(missing)} tensors are missing from the weights of {source.name!r}: {names}; use "
+            "the files of a complete causal language model"
         )
     return model
 
 
 @contextmanager
-def _as_user_error(source: str) -> Iterator[None]:
+def _as_user_error(source: ModelSource) -> Iterator[None]:
     """Raise an error that a user can act on for any failure to read the files of a model."""
+    name = source.name
     try:
         yield
     except UserError:
         raise
     except OSError as error:
-        raise CausalLMUnavailable(source, error) from error
+        raise CausalLMUnavailable(name, error) from error
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"the weights of {source!r} cannot be read: {why_refused(error)}. Save them as "
+            f"the weights of {name!r} cannot be read: {why_refused(error)}. Save them as "
             "model.safetensors with model.save_pretrained"
         ) from error
-    except Exception as error:  # transformers and safetensors raise their own exceptions
+    except Exception as error:  # transformers, safetensors and gguf raise their own exceptions
         if is_out_of_memory(error) or isinstance(error, ImportError):
             raise
         if "Unrecognized configuration class" in str(error):
-            config = llm_module("transformers").AutoConfig.from_pretrained(source)
+            kind = _load_config(source, remote_code=False).model_type
             raise InputError(
-                f"{source!r} is a model of type {config.model_type!r}, not a causal language "
+                f"{name!r} is a model of type {kind!r}, not a causal language "
                 "model; expected a model that AutoModelForCausalLM loads, such as GPT-2 or Llama"
             ) from error
-        _check_remote_code(source, error)
-        raise InputError(f"{source!r} cannot be loaded: {brief(error)}") from error
+        _check_remote_code(name, error)
+        raise InputError(f"{name!r} cannot be loaded: {brief(error)}") from error
 
 
 def _load_processor(source: str, remote_code: bool) -> Any:
@@ -356,6 +362,15 @@ def _check_remote_code(source: str, error: Exception) -> None:
             f"{source!r} needs Python code from its own folder or repository, which could do "
             "anything: read the code, then allow it with TRUST_REMOTE_CODE (--trust_remote_code)"
         ) from error
+
+
+def _check_quantized(source: ModelSource, quantized: bool) -> None:
+    if quantized and source.gguf:
+        raise InputError(
+            f"QUANTIZATION is set, but {source.name} is a GGUF file, whose weights are dequantized "
+            "when they are loaded: set QUANTIZATION to None, or save the model of "
+            "load_causal_lm(file) with save_pretrained, and name that folder"
+        )
 
 
 def _check_adapters(folder: Path, base: str, quantized: bool) -> None:

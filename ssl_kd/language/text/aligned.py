@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ssl_kd.core.errors import InputError, first_few
 from ssl_kd.core.files.spill import SpilledSequence, filled_array
@@ -116,6 +117,13 @@ class AlignedBlocks:
     def digest(self) -> str:
         """SHA-256 of the rows of student and teacher."""
         return hashlib.sha256((self.student.digest + self.teacher.digest).encode()).hexdigest()
+
+    def first(self, n: int) -> Self:
+        """Return the first `n` rows, with a digest of their own."""
+        student, teacher = self.student.first(n), self.teacher.first(n)
+        ends = self.ends[0][:n], self.ends[1][:n]
+        characters = student.characters
+        return replace(self, student=student, teacher=teacher, ends=ends, characters=characters)
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from ssl_kd.core.errors import InputError, first_few
 from ssl_kd.core.files.spill import SpilledSequence, filled_array
@@ -95,12 +96,17 @@ class Blocks:
         """Whether a row contains more than one document."""
         return any(bool((part > 1).any()) for part in self.documents.split(_BATCH))
 
-    def part(self, rows: slice) -> Blocks:
+    def part(self, rows: slice) -> Self:
         """Return a slice of the rows, with the digest of all rows."""
         columns = ["ids", "counts", "documents", "row_characters"]
         columns += [n for n in ("by_student", "tags") if getattr(self, n) is not None]
         columns += ["own_prompts"] if self.own_prompts else []
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
+
+    def first(self, n: int) -> Self:
+        """Return the first `n` rows, with a digest of their own."""
+        digest = hashlib.sha256(f"{self.digest} {n}".encode()).hexdigest()
+        return replace(self.part(slice(n)), digest=digest)
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None

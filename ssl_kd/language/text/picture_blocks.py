@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
+from typing_extensions import Self
 
 from ssl_kd.core.errors import InputError, brief
 from ssl_kd.core.images.decode import UnreadableImage
@@ -44,11 +45,9 @@ class PictureBlocks(Blocks):
     processor: Any = None
     pictures: tuple[tuple[Picture, ...], ...] = ()
 
-    def part(self, rows: slice) -> PictureBlocks:
+    def part(self, rows: slice) -> Self:
         """Return a slice of the rows, with the digest of all rows."""
-        part = super().part(rows)
-        assert isinstance(part, PictureBlocks)
-        return replace(part, pictures=self.pictures[rows])
+        return replace(super().part(rows), pictures=self.pictures[rows])
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ssl_kd.language.models.causal import (
 )
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.groups import ChatSettings
+from ssl_kd.language.text.aligned import AlignedBlocks
 from ssl_kd.language.text.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.language.text.dataset import TextDataset, open_text
 from ssl_kd.language.text.picture_blocks import PictureBlocks, make_picture_blocks, processor_state
@@ -97,6 +98,9 @@ def with_chat_template(lm: CausalLM, text: ChatSettings) -> CausalLM:
     return replace(lm, tokenizer=tokenizer, processor=processor)
 
 
+AnyRows = TypeVar("AnyRows", bound=Blocks | AlignedBlocks)
+
+
 def lay_out(
     block_size: int,
     packing: bool,
@@ -115,6 +119,11 @@ def lay_out(
     packing = packing and not any(example.is_prompt for example in texts.examples)
     packing = packing and all(isolates_documents(model) for model in models)
     return make_blocks(texts, student.tokenizer, block_size, packing=packing)
+
+
+def first_rows(rows: AnyRows, limit: int | None) -> AnyRows:
+    """Return at most `limit` rows, the first ones, which then have a digest of their own."""
+    return rows if limit is None or len(rows) <= limit else rows.first(limit)
 
 
 def rows_of_step(step: int, rows: int, n: int, seed: int) -> Tensor:

@@ -18,6 +18,7 @@ from ssl_kd.language.text.blocks import make_blocks  # noqa: E402
 from ssl_kd.language.text.dataset import TextDataset  # noqa: E402
 from ssl_kd.language.text.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.language.text.records import Example  # noqa: E402
+from ssl_kd.language.text.rows import first_rows  # noqa: E402
 from ssl_kd.language.text.segmentation import TextReader, align, partition  # noqa: E402
 from ssl_kd.language.text.vocabulary import shared_vocabulary, token_texts  # noqa: E402
 from tests.language.text.test_blocks import dataset  # noqa: E402
@@ -244,6 +245,18 @@ def test_one_tokenizer_on_both_sides_is_one_to_one(trained):
     torch.testing.assert_close(-likely, plain)
     every = blocks.statistics()
     assert every["coverage"] == 1 and 0.9 < every["one_to_one"] == every["matched"] < 1  # the emoji
+
+
+def test_the_first_rows_hold_the_same_text_for_both(trained):
+    texts = [STORY[start:] for start in range(0, 40, 10)]
+    blocks = aligned_blocks(dataset(*texts), trained["bytes"], trained["word piece"], 256)
+    few = first_rows(blocks, 2)
+    assert len(few) == len(few.teacher) == 2 < len(blocks)
+    assert few.digest != blocks.digest
+    groups, expected = few.batch([0, 1]).groups(), blocks.batch([0, 1]).groups()
+    assert torch.equal(groups.student.targets, expected.student.targets)
+    assert torch.equal(groups.teacher.targets, expected.teacher.targets)
+    assert torch.equal(groups.characters, expected.characters)
 
 
 @pytest.mark.parametrize("student", ["bytes", "word piece", "dropping"])

@@ -25,6 +25,7 @@ from ssl_kd.language.text.blocks import best_fit, isolates_documents, make_block
 from ssl_kd.language.text.dataset import TextDataset
 from ssl_kd.language.text.new_tokenizer import train_tokenizer
 from ssl_kd.language.text.records import Example
+from ssl_kd.language.text.rows import first_rows  # noqa: E402
 
 STORIES = (
     "Once upon a time, there was a little dog named Spot. Spot liked to play in the park.",
@@ -118,6 +119,15 @@ def test_a_part_of_the_rows(tokenizer):
     assert torch.equal(few.batch(range(3)).input_ids, some.input_ids)
     assert (len(few), few.characters, few.digest) == (3, some.characters, blocks.digest)
     assert len(blocks.part(slice(10**6))) == len(blocks)
+
+
+def test_the_first_rows_have_a_digest_of_their_own(tokenizer):
+    blocks = make_blocks(dataset(*STORIES), tokenizer, 16)
+    few = first_rows(blocks, 3)
+    assert torch.equal(few.ids, blocks.ids[:3])
+    assert len({blocks.digest, few.digest, first_rows(blocks, 2).digest}) == 3
+    for limit in (None, len(blocks), len(blocks) + 1):
+        assert first_rows(blocks, limit) is blocks
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
