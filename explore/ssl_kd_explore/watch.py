@@ -26,7 +26,8 @@ from ssl_kd.core.pages.wording import DASH
 from ssl_kd.core.runs.clock import Progress, no_progress
 from ssl_kd.core.settings.early import FILE_LIST, check_run_name
 from ssl_kd.vision.data.catalog import read_file_list
-from ssl_kd.vision.data.images import find_images, image_id, read_image
+from ssl_kd.vision.data.folders import file_id
+from ssl_kd.vision.data.images import find_images, read_image
 from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.report import reported
 from ssl_kd.vision.run import run
@@ -85,7 +86,7 @@ class Watch:
                 lists[last + 1] = {"folder": str(self.folder), "time": time_now, "files": files}
                 samples = Samples(self._add(last + 1, lists[last + 1], progress))
                 new = {path: stamp for path, stamp in new.items() if path not in files}
-            summary["new"] = list(map(image_id, new))
+            summary["new"] = list(map(file_id, new))
             if samples is None:
                 return summary | {"run": None, "rounds": []}, True
             return self._report(summary, samples, lists)
@@ -114,7 +115,7 @@ class Watch:
         known = set()
         if samples is not None:
             known = set(samples.column("file")[samples.column("split") != "test"].tolist())
-        paths = {image_id(path): path for path in sorted(find_images(self.folder))}
+        paths = {file_id(path): path for path in sorted(find_images(self.folder))}
         if os.curdir in paths or not (paths or known):
             what = "cannot be listed" if paths else "holds no images"
             raise InputError(f"{self.folder} {what}: expected a readable folder of images")
@@ -125,7 +126,7 @@ class Watch:
             faults = dict(zip(unknown, pool.map(self._fault, unknown), strict=True))
         changed = {path for path, stamp in stamps.items() if listed.get(path, stamp) != stamp}
         return {path: stamps[path] for path in unknown if not faults[path]}, {
-            "waiting": {image_id(path): fault for path, fault in faults.items() if fault},
+            "waiting": {file_id(path): fault for path, fault in faults.items() if fault},
             "replaced": [id for id, path in paths.items() if id in known and path in changed],
             "deleted": sorted(known - paths.keys()),
         }

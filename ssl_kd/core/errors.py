@@ -45,6 +45,21 @@ class DatasetUnreachable(UserError, RuntimeError):
     """Raised if a data set cannot be downloaded or loaded."""
 
 
+class UnreadableSample(UserError, ValueError):
+    """A sample cannot be read, so it is left out.
+
+    `id` names the sample, and `reason` says why. `is_damaged` is True if its file is damaged, and
+    False if it may be intact: it is missing, not allowed, too large, or of a format that is not
+    read here.
+    """
+
+    def __init__(self, id: str, reason: str, *, is_damaged: bool = False) -> None:
+        super().__init__(f"{id}: {reason}")
+        self.id = id
+        self.reason = reason
+        self.is_damaged = is_damaged
+
+
 class RunFolderError(InputError, RuntimeError):
     """A run folder that cannot be used; the message says why and what to do."""
 

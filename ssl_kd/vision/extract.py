@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ssl_kd.core.errors import InputError, UserError, first_few
+from ssl_kd.core.errors import InputError, UserError, first_few, printable
 from ssl_kd.core.files import release_pages
 from ssl_kd.core.memory import is_out_of_memory
 from ssl_kd.core.precision import Precision, default_torch_state
@@ -26,13 +26,23 @@ from ssl_kd.core.runs.clock import Progress, no_progress
 from ssl_kd.core.shards import Fingerprint
 from ssl_kd.core.shards.shards import Manifest
 from ssl_kd.vision.cache import EmbeddingStore, EmbeddingWriter
-from ssl_kd.vision.data import FeatureDataset, ImageDataset, UnreadableImage
+from ssl_kd.vision.data import FeatureDataset, ImageDataset, SampleDataset, UnreadableSample
+from ssl_kd.vision.data.samples import NOUNS
 from ssl_kd.vision.teachers import Features, Pixels, Teacher
 
 logger = logging.getLogger(__name__)
 
-Dataset = ImageDataset | FeatureDataset
+Dataset = SampleDataset | FeatureDataset
 _FEATURE_ROWS = 8192
+_TEACHERS = {
+    "features": "--teacher features",
+    "image": "a teacher of images, such as --teacher dinov2",
+    "text": "a teacher of texts, --teacher minilm or hf:NAME",
+    "audio": "a teacher of sounds, --teacher resemblyzer or hf:NAME",
+}
+"""Kind of a data set -> the teachers that embed it."""
+_TEXT_BATCHES = 16
+"""Batches of texts that are read at once, and sorted by length: this saves most of the padding."""
 
 
 class ExtractionFailed(UserError, RuntimeError):
@@ -40,11 +50,12 @@ class ExtractionFailed(UserError, RuntimeError):
 
 
 class Batch(NamedTuple):
-    """The decoded images, or feature rows, of one batch."""
+    """The prepared samples, or feature rows, of one batch."""
 
     rows: Sequence[int]  # the readable rows
-    images: Tensor | None  # `[row, ...]` of the readable rows; None if there are none
-    unreadable: Sequence[tuple[int, UnreadableImage]]
+    # `[row, ...]` of the readable rows, a tensor for each text or sound; None if there are none
+    samples: Tensor | list[Tensor] | None
+    unreadable: Sequence[tuple[int, UnreadableSample]]
 
 
 class Share(NamedTuple):
@@ -73,7 +84,7 @@ class Extraction:
     """Compute and store the embeddings of one split of a data set.
 
     An interrupted extraction continues after its last complete shard with the same batches, so the
-    result does not depend on where it was interrupted. An unreadable image is left out and listed
+    result does not depend on where it was interrupted. An unreadable sample is left out and listed
     under `unreadable` in the manifest.
     """
 
@@ -83,7 +94,7 @@ class Extraction:
     _: dataclasses.KW_ONLY
     split: str
     precision: Precision
-    batch_size: int = 64  # images per forward pass; halved whenever memory runs out
+    batch_size: int = 64  # samples per forward pass; halved whenever memory runs out
     workers: int = 0  # threads that decode; 0: up to 16 on a GPU, torch's number on a CPU
     force: bool = False  # embed all samples again; the old cache stays until the new is complete
     rebuild: bool = False  # repeat damaged shards, and those with a left-out image now readable
@@ -92,13 +103,15 @@ class Extraction:
 
     def __post_init__(self) -> None:
         dataset, teacher = self.dataset, self.teacher
-        if isinstance(teacher, Features) != isinstance(dataset, FeatureDataset):
-            hint = ""
-            if dataset.pictured and (rows := getattr(dataset, "rows", None)) is not None:
-                hint = f"; --column {rows.media['column']} embeds the pictures of this table"
+        if teacher.kind != dataset.kind:
+            noun, hint = NOUNS[dataset.kind], ""
+            rows = dataset.rows if isinstance(dataset, FeatureDataset) else None
+            if rows is not None and rows.kind == teacher.kind and rows.media is not None:
+                what = "pictures" if rows.pictured else f"{NOUNS[rows.kind]}s"
+                hint = f"; --column {rows.media['column']} embeds the {what} of this table"
             raise InputError(
-                f"TEACHER {teacher.name!r} and DATASET {dataset.name!r} do not go together: "
-                f"feature files need --teacher features, images any other teacher{hint}"
+                f"TEACHER {teacher.name!r} and DATASET {dataset.name!r} do not go together: the "
+                f"data set holds {noun}s, which need {_TEACHERS[dataset.kind]}{hint}"
             )
         if isinstance(dataset, FeatureDataset) and dataset.features.shape[1] != teacher.dim:
             raise InputError(
@@ -202,15 +215,15 @@ class Extraction:
         if isinstance(self.dataset, FeatureDataset) or entry["reason"].startswith("embedding is "):
             return False  # left out because its row was not finite
         try:
-            self.dataset.image(entry["row"])
-        except UnreadableImage:
+            self.dataset.sample(entry["row"])
+        except UnreadableSample:
             return False
         return True
 
     def _fill(self, writer: EmbeddingWriter) -> None:
         """Compute the rows that are not stored yet, and append them to the writer."""
-        is_features = isinstance(self.dataset, FeatureDataset)
-        batches = writer.batches(_FEATURE_ROWS if is_features else self.batch_size)
+        rows = {"features": _FEATURE_ROWS, "text": _TEXT_BATCHES * self.batch_size}
+        batches = writer.batches(rows.get(self.dataset.kind, self.batch_size))
         if batches:
             self.teacher.to(self.precision.device)
             embed = _Embed(self.teacher, self.precision, self.batch_size)
@@ -218,6 +231,8 @@ class Extraction:
             loaded = load(self.dataset, self.teacher, batches, self.workers)
             with contextlib.closing(loaded):
                 _write(writer, self.dataset, embed, loaded, self.progress)
+            if changed := self.teacher.report():
+                logger.warning("%s (%s): %s", printable(self.dataset.name), self.split, changed)
         if self.force:
             message = "Embedded all %d samples of %s again: %s"
             logger.info(message, writer.rows, self.split, self.folder)
@@ -242,7 +257,7 @@ def _write(
     before = total - sum(stop - start for start, stop in writer.missing)
     began = time.perf_counter()
     done = n_readable = n_decoded = 0
-    problem: UnreadableImage | None = None
+    problem: UnreadableSample | None = None
 
     def append(rows: Sequence[int], read: Callable[[], Tensor]) -> None:
         embeddings = read()
@@ -264,9 +279,9 @@ def _write(
         done += sum(map(writer.lacks, rows))  # a batch may reach into shards that are stored
         n_decoded += len(rows)
         current = None
-        if batch.images is not None:
+        if batch.samples is not None:
             try:
-                current = batch.rows, _copy_to_cpu(embed(batch.images).to(writer.dtype))
+                current = batch.rows, _copy_to_cpu(embed(batch.samples).to(writer.dtype))
             except Exception as error:  # the teacher may be the user's
                 first, final = (dataset.ids[row] for row in (batch.rows[0], batch.rows[-1]))
                 raise ExtractionFailed(
@@ -278,18 +293,19 @@ def _write(
         last = current
         for row, problem in batch.unreadable:
             if not isinstance(dataset, FeatureDataset):  # `usage` names the rows of features
-                logger.warning("unreadable image left out: %s", problem)
+                noun = NOUNS[dataset.kind]
+                logger.warning("unreadable %s left out: %s", noun, problem)
             writer.skip(row, problem.id, problem.reason)
         n_readable += len(batch.rows)
         rate = n_decoded / max(time.perf_counter() - began, 1e-9)
-        progress("extract", min(total, before + done), total, {"images/s": rate})
+        unit = f"{NOUNS[dataset.kind]}s/s"
+        progress("extract", min(total, before + done), total, {unit: rate})
     if last is not None:
         append(*last)
     if not n_readable and not before and total == len(dataset):
-        noun = "rows" if isinstance(dataset, FeatureDataset) else "images"
         raise InputError(
-            f"not one of the {total} {noun} of DATASET {dataset.name} can be used; the last error: "
-            f"{problem}"
+            f"not one of the {total} {NOUNS[dataset.kind]}s of DATASET {dataset.name} can be used; "
+            f"the last error: {problem}"
         )
 
 
@@ -319,25 +335,42 @@ class _Embed:
             enabled=precision.teacher != torch.float32,
         )
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, samples: Tensor | list[Tensor]) -> Tensor:
         if isinstance(self.teacher, Features):
-            return images
+            assert isinstance(samples, Tensor)
+            return samples
+        if isinstance(samples, Tensor):
+            return self._in_pieces(samples)
+        # Samples of similar length need the least padding; the longest first need the most memory.
+        order = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
+        embeddings = self._in_pieces([samples[i] for i in order])
+        in_order = torch.empty_like(embeddings)
+        in_order[order] = embeddings
+        return in_order
+
+    def _in_pieces(self, samples: Tensor | list[Tensor]) -> Tensor:
         while True:
+            starts = range(0, len(samples), self.limit)
             try:
                 with torch.inference_mode(), self.autocast:
-                    pieces = [self.teacher.embed(piece) for piece in images.split(self.limit)]
+                    pieces = [self.teacher.embed(samples[i : i + self.limit]) for i in starts]
                 return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 if self.limit == 1:
+                    kind = self.teacher.kind
+                    way = "lower --image_size, or " if kind == "image" else ""
                     raise RuntimeError(
-                        f"teacher {self.teacher.name!r} runs out of memory on a single image: "
-                        "lower --image_size, or choose a smaller --teacher or another --device"
+                        f"teacher {self.teacher.name!r} runs out of memory on a single "
+                        f"{NOUNS[kind]}: {way}choose a smaller --teacher or another --device"
                     ) from error
             # Outside the except block, where the traceback no longer holds the tensors.
-            self.limit = max(1, min(self.limit, len(images)) // 2)
-            logger.warning("out of memory: the teacher now embeds %d images at a time", self.limit)
+            self.limit = max(1, min(self.limit, len(samples)) // 2)
+            noun = NOUNS[self.teacher.kind]
+            logger.warning(
+                "out of memory: the teacher now embeds %d %ss at a time", self.limit, noun
+            )
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -363,8 +396,8 @@ def _load_ahead(
 
     def load(rows: range) -> Batch:
         batch = _load(dataset, teacher, rows, map)
-        if torch.cuda.is_available() and batch.images is not None:
-            return batch._replace(images=batch.images.pin_memory())
+        if torch.cuda.is_available() and isinstance(batch.samples, Tensor):
+            return batch._replace(samples=batch.samples.pin_memory())
         return batch
 
     pool = ThreadPoolExecutor(workers, "decode")
@@ -390,43 +423,46 @@ def _load(
         with np.errstate(over="ignore"):  # overflow becomes infinity, which is missing
             block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
         release_pages(dataset.features)
-        left_out = [(r, UnreadableImage(dataset.ids[r], dataset.missing[r])) for r in missing]
+        left_out = [(r, UnreadableSample(dataset.ids[r], dataset.missing[r])) for r in missing]
         if missing:
             block = block[np.array(kept, dtype=np.int64) - rows.start]
         return Batch(kept, torch.from_numpy(block) if kept else None, left_out)
-    if isinstance(teacher, Pixels) and dataset.arrays is not None and teacher.takes(dataset.arrays):
-        return Batch(rows, teacher.from_arrays(dataset.arrays[rows.start : rows.stop]), [])
+    arrays = dataset.arrays if isinstance(dataset, ImageDataset) else None
+    if isinstance(teacher, Pixels) and arrays is not None and teacher.takes(arrays):
+        return Batch(rows, teacher.from_arrays(arrays[rows.start : rows.stop]), [])
 
-    def read(row: int) -> np.ndarray | UnreadableImage:
+    def read(row: int) -> Any:
         try:
-            image = teacher.preprocess(dataset.image(row))
-        except UnreadableImage as error:
+            prepared = teacher.preprocess(dataset.sample(row))
+        except UnreadableSample as error:
             return error
         except Exception as error:  # the teacher may be the user's
             raise ExtractionFailed(
                 f"{dataset.ids[row]} (row {row} of {dataset.name}) cannot be prepared for the "
                 f"teacher {teacher.name!r}: {type(error).__name__}: {error}"
             ) from error
-        if image.ndim != 3:
+        if dataset.kind != "image":
+            return prepared
+        if prepared.ndim != 3:
             raise InputError(
-                f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; expected "
+                f"teacher {teacher.name!r} prepares an image as {list(prepared.shape)}; expected "
                 "uint8 [channel, height, width]: correct its method preprocess"
             )
-        return rearrange(image, "channel height width -> height width channel").numpy()
+        return rearrange(prepared, "channel height width -> height width channel").numpy()
 
     readable: list[int] = []
-    images: list[Any] = []
-    unreadable: list[tuple[int, UnreadableImage]] = []
-    for row, image in zip(rows, map_rows(read, rows), strict=True):
-        if isinstance(image, UnreadableImage):
-            unreadable.append((row, image))
+    samples: list[Any] = []
+    unreadable: list[tuple[int, UnreadableSample]] = []
+    for row, sample in zip(rows, map_rows(read, rows), strict=True):
+        if isinstance(sample, UnreadableSample):
+            unreadable.append((row, sample))
         else:
-            images.append(image)
+            samples.append(sample)
             readable.append(row)
-    if not images:
-        return Batch(readable, None, unreadable)
+    if not samples or dataset.kind != "image":
+        return Batch(readable, samples or None, unreadable)
     # NumPy's stack, because torch's would start more threads beside the teacher's; channels last,
     # as images are in memory and as convolutions are fastest.
-    batch = torch.from_numpy(np.stack(images))
+    batch = torch.from_numpy(np.stack(samples))
     batch = rearrange(batch, "image height width channel -> image channel height width")
     return Batch(readable, batch, unreadable)

@@ -1,4 +1,4 @@
-"""Run the vision mode: embed the images, train heads, score the clusters, and write the files."""
+"""Run the vision mode: embed the samples, train heads, score the clusters, and write the files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.cache.embeddings import odd_rows
 from ssl_kd.vision.data import (
     FeatureDataset,
-    FolderDataset,
+    FileFolder,
     ImageDataset,
     NoSuchSplit,
     UnreadableImage,
@@ -196,7 +196,7 @@ def open_samples(data: DataSettings, levels: Levels | None = None) -> Dataset:
     """
     dataset = open_dataset(data.dataset, "train", levels=levels, **data.open_options)
     dataset.usage.log(f"{data.dataset} (train)")
-    if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
+    if isinstance(dataset, FileFolder) and dataset.folders and dataset.labels is None:
         logger.info(
             "%s: its %d folders (%s) are not used as labels. If they are classes, score the "
             "clusters by them with --labels folders",
@@ -214,7 +214,7 @@ def open_data(
     train_set = open_samples(embedding)
     if embedding.labels == "folders" and not getattr(train_set, "folders", ()):
         raise SettingsError(
-            f"LABELS is 'folders', but DATASET {embedding.dataset} has no folders of images: leave "
+            f"LABELS is 'folders', but DATASET {embedding.dataset} has no folders of files: leave "
             "--labels out"
         )
     options = embedding.open_options
@@ -307,6 +307,7 @@ def about_data(
     dataset, store = datasets["train"], stores["train"]
     return {
         "name": dataset.name,
+        "kind": dataset.kind,
         "pictured": dataset.pictured,
         "n_train": store.n,
         "n_test": stores["test"].n if "test" in stores else 0,

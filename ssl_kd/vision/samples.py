@@ -24,7 +24,7 @@ from ssl_kd.core.images.levels import Levels
 from ssl_kd.core.settings.early import DATASETS, home_resolved, run_folder
 from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.cache import EmbeddingStore
-from ssl_kd.vision.data import FeatureDataset, ImageDataset, open_dataset
+from ssl_kd.vision.data import FeatureDataset, ImageDataset, SampleDataset, open_dataset
 from ssl_kd.vision.data.catalog import open_rows
 from ssl_kd.vision.data.media import Rows
 from ssl_kd.vision.data.tables import find_rows, open_table
@@ -222,8 +222,8 @@ class Samples:
         except (UserError, OSError) as error:
             logger.warning("the data set cannot be opened, so samples are not shown: %s", error)
             return None
-        if isinstance(rows, ImageDataset):
-            return {"kind": "image", "column": "file"}
+        if isinstance(rows, SampleDataset):
+            return {"kind": rows.kind, "column": "file"}
         return None if rows is None else rows.media
 
     @property
@@ -235,6 +235,12 @@ class Samples:
         return rows.table.root.absolute()
 
     @property
+    def kind(self) -> str:
+        """What the teacher embedded: `image`, `text`, `audio` or `features`."""
+        before = "image" if has_pictures(self.metrics) else "features"
+        return self.metrics["dataset"].get("kind", before)
+
+    @property
     def pictured(self) -> bool:
         """Whether the samples have pictures."""
         return has_pictures(self.metrics) or (self.media or {}).get("kind") == "image"
@@ -242,10 +248,12 @@ class Samples:
     def _picture(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
         if not self.pictured:
             return None
-        found = self.row_of_data(row)
-        return found if found is not None and found[0].pictured else None
+        data, place = self.row_of_data(row) or (None, 0)
+        if isinstance(data, ImageDataset | Rows) and data.pictured:
+            return data, place
+        return None
 
-    def row_of_data(self, row: int) -> tuple[ImageDataset | Rows, int] | None:
+    def row_of_data(self, row: int) -> tuple[SampleDataset | Rows, int] | None:
         """Return the data set that shows a sample, and its row there; None if it shows nothing.
 
         Raises:
@@ -275,20 +283,20 @@ class Samples:
             return None
         return Rows(table, media=self._column)
 
-    def _open_rows(self, split: str) -> ImageDataset | Rows | None:
-        """Open the images, or the table of embeddings, that a split was read from.
+    def _open_rows(self, split: str) -> SampleDataset | Rows | None:
+        """Open the images or sounds, or the table, that a split was read from.
 
         It is None for features in other files, such as `.npy`.
         """
         name, kind, options = self._origin(split)
         media = None if self._joined is not None else self._column
         rows = open_rows(name, kind, whole=options["whole"], media=media, **self._columns)
-        if rows is not None and rows.pictures is not None:
+        if rows is not None and rows.embedded is not None and rows.pictured:
             rows.levels = options["levels"]
-        if rows is not None or not has_pictures(self.metrics):
+        if rows is not None or not (has_pictures(self.metrics) or self.kind == "audio"):
             return rows
         opened = open_dataset(name, kind, **options)
-        return opened if isinstance(opened, ImageDataset) else None
+        return opened if isinstance(opened, SampleDataset) else None
 
     @property
     def _columns(self) -> dict[str, Any]:
@@ -338,9 +346,9 @@ class Samples:
         self._check_fingerprint(split, data)
         return find_rows(names, data.ids)
 
-    def _check_fingerprint(self, split: str, data: ImageDataset | Rows) -> None:
+    def _check_fingerprint(self, split: str, data: SampleDataset | Rows) -> None:
         """Raise SourceChanged unless the data set of an older run has the fingerprint it had."""
-        opened: ImageDataset | FeatureDataset
+        opened: SampleDataset | FeatureDataset
         if isinstance(data, Rows):
             name, kind, options = self._origin(split)
             names = self.metrics["dataset"].get("class_names") if kind == "test" else None

@@ -25,8 +25,8 @@ from ssl_kd.core.errors import InputError, brief, first_few, printable
 from ssl_kd.core.files import CorruptFileError, atomic_write
 from ssl_kd.core.files.state import DIGEST_BYTES, FileState, file_digest
 from ssl_kd.vision.cache import EmbeddingStore
-from ssl_kd.vision.data import FolderDataset, ImageDataset
-from ssl_kd.vision.data.identity import files_of_table, media_file, row_digests
+from ssl_kd.vision.data import FileFolder, SampleDataset
+from ssl_kd.vision.data.identity import files_of_table, row_digests
 from ssl_kd.vision.data.media import Rows
 from ssl_kd.vision.data.tables import find_rows
 from ssl_kd.vision.extract import Dataset
@@ -72,7 +72,7 @@ class Source:
         """What identifies each sample: the digest of its row, or else of its file, `[n]`."""
         return self.contents if self.columns else self.digests
 
-    def find(self, data: ImageDataset | Rows, names: Sequence[str]) -> NDArray[np.int64]:
+    def find(self, data: SampleDataset | Rows, names: Sequence[str]) -> NDArray[np.int64]:
         """Return the row in `data` of each sample, `[n]`; -1 for a sample that is not found.
 
         Rows of tables are found by their content; images by their `names`, and by their content if
@@ -83,7 +83,7 @@ class Source:
         """
         if isinstance(data, Rows):
             rows = self._rows_of_table(data)
-        elif isinstance(data, FolderDataset):
+        elif isinstance(data, FileFolder):
             rows = self._rows_of_folder(data, names)
         elif data.fingerprint == self.fingerprint:
             rows = self.rows
@@ -106,7 +106,7 @@ class Source:
             )
         return rows
 
-    def check_file(self, sample: int, data: ImageDataset | Rows, row: int) -> None:
+    def check_file(self, sample: int, data: SampleDataset | Rows, row: int) -> None:
         """Raise SourceChanged unless the file of a sample, in `row`, is the one that the run read.
 
         Size and times are compared first; the file is read only if its times differ. Files in a
@@ -114,7 +114,7 @@ class Source:
         """
         if isinstance(data, Rows) and _media_column(data) != self.media:
             return
-        before, path = self.files[sample], media_file(data, row)
+        before, path = self.files[sample], data.file(row)
         now = None if path is None else FileState.of(path)
         if path is None or now is None or before in (None, now):
             return
@@ -147,14 +147,14 @@ class Source:
             )
         return rows
 
-    def _rows_of_folder(self, data: FolderDataset, names: Sequence[str]) -> NDArray[np.int64]:
+    def _rows_of_folder(self, data: FileFolder, names: Sequence[str]) -> NDArray[np.int64]:
         rows = find_rows(names, data.ids)
         lost = np.flatnonzero(rows < 0).tolist()
         sizes = {state.size for sample in lost if (state := self.files[sample]) is not None}
         moved: dict[bytes | None, int] = {}
         new = sorted(set(range(len(data))) - set(rows.tolist())) if sizes else []
         for row in new:
-            path = data.image_file(row)
+            path = data.file(row)
             state = FileState.of(path)
             if state is not None and state.size in sizes:
                 moved[file_digest(path)] = row
@@ -176,7 +176,7 @@ def describe_source(dataset: Dataset, store: EmbeddingStore) -> Source:
         table_files, media = files_of_table(data.table), _media_column(data)
         columns = list(data.table.kinds)
         contents, files = row_digests(data.table, columns), _files_of_rows(data)
-    elif isinstance(data, FolderDataset):
+    elif isinstance(data, FileFolder):
         files = data.files
     kept = [files[row] or (None, None) for row in rows.tolist()]
     return Source(

@@ -153,7 +153,7 @@ WRONG = [
     (["train", "--dataset", "~nobodyhere/x.npy"], "'~nobodyhere/x.npy' is neither"),
     (["train", "--dataset", "a\nb\x1b[2J"], "is neither"),
     (["train", "--dataset", "x" * 5000], "File name too long"),
-    (["train", "--dataset", "notes.txt"], "nor a feature file (.npy"),
+    (["train", "--dataset", "notes.txt"], "nor a file of features or a table (.npy"),
     (["train", "--dataset_test", "nowhere"], "'nowhere' is neither"),
     (["train", "--extend", "nowhere"], "neither nowhere nor runs/nowhere is a run folder"),
     (["train", "--run_name", "taken"], "already holds an unfinished run"),

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
-from ssl_kd.core.errors import UserError
+from ssl_kd.core.errors import UnreadableSample
 from ssl_kd.core.images.formats import SIGNATURE_BYTES, formats_for, special_format, way_to_read
 from ssl_kd.core.images.levels import NATURAL_WHITES, SIXTEEN_BITS, Extremes, Levels
 
@@ -38,19 +38,8 @@ STRIP = 64
 """Rows of an image to convert at once."""
 
 
-class UnreadableImage(UserError, ValueError):
-    """Raised if an image cannot be decoded.
-
-    `id` names the image, and `reason` says why. `is_damaged` is True if the file itself is damaged,
-    and False if it may be intact: it is missing, not allowed, too large, or of a format that is not
-    read here.
-    """
-
-    def __init__(self, id: str, reason: str, *, is_damaged: bool = False) -> None:
-        super().__init__(f"{id}: {reason}")
-        self.id = id
-        self.reason = reason
-        self.is_damaged = is_damaged
+class UnreadableImage(UnreadableSample):
+    """Raised if an image cannot be decoded."""
 
 
 class _NotDecoded(ValueError):

@@ -9,8 +9,11 @@ from pathlib import Path
 from ssl_kd.core.errors import DatasetUnavailable, RunFolderError
 
 DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet")
-FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet", ".h5ad")
-"""Suffixes of files that hold features instead of images."""
+FEATURE_FILES = (
+    *(".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet", ".h5ad"),
+    *(".csv", ".tsv", ".jsonl", ".ndjson"),
+)
+"""Suffixes of files that hold features, or a table of samples."""
 FILE_LIST = ".files"
 """Suffix of a list of image files, which `ssl_kd watch` writes."""
 
@@ -32,7 +35,7 @@ def home_resolved(name: str) -> Path:
 
 
 def dataset_path(name: str) -> Path:
-    """Return the path of a data set that is a folder of images or a feature file."""
+    """Return the path of a data set that is a folder, a file of features or a table."""
     path = home_resolved(name)
     if path.is_dir() or (path.suffix.lower() in (*FEATURE_FILES, FILE_LIST) and path.is_file()):
         return path
@@ -40,7 +43,7 @@ def dataset_path(name: str) -> Path:
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise DatasetUnavailable(
         f"{name!r} is neither the name of a data set ({', '.join(DATASETS)}), nor a folder, nor a "
-        f"feature file ({' '.join(FEATURE_FILES)}){hint}"
+        f"file of features or a table ({' '.join(FEATURE_FILES)}){hint}"
     )
 
 

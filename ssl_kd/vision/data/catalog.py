@@ -1,11 +1,11 @@
-"""Open data sets of images or features by name or path."""
+"""Open data sets of images, texts, sounds or features by name or path."""
 
 from __future__ import annotations
 
 import gzip
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +18,13 @@ from ssl_kd.core.images.levels import Levels
 from ssl_kd.core.settings.early import DATASETS, FILE_LIST, dataset_path
 from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.vision.data.features import FeatureDataset, open_part
+from ssl_kd.vision.data.folders import FileFolder, find_files
 from ssl_kd.vision.data.images import ArrayDataset, FolderDataset, ImageDataset, find_images
 from ssl_kd.vision.data.labels import NO_LABELS
 from ssl_kd.vision.data.media import PictureTable, Rows
+from ssl_kd.vision.data.samples import NOUNS, SampleDataset
 from ssl_kd.vision.data.shards import Part, holds_tables, named_split, shards_of, splits_in
+from ssl_kd.vision.data.sounds import SOUNDS, SoundFolder
 from ssl_kd.vision.data.tables import is_saved, one_line_errors, open_table
 from ssl_kd.vision.data.usage import LeftOut, counted
 
@@ -53,19 +56,19 @@ def open_dataset(
     column: str | None = None,
     label_column: str | None = None,
     levels: Levels | None = None,
-) -> ImageDataset | FeatureDataset:
-    """Open one split of a data set of images or features.
+) -> SampleDataset | FeatureDataset:
+    """Open one split of a data set of images, texts, sounds or features.
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
-            an image folder, a feature file (.npy, .npz, .pt, .safetensors, .parquet, .h5ad), a
-            folder of Parquet files, or a data set that Hugging Face's `save_to_disk` wrote. A
-            folder may have the subfolders `train` and `test` (or `val`, `valid`, `validation`,
-            `dev`); a folder `train` without one of these, or `unlabeled`, beside it is a folder
+            a folder of images or of sounds, a feature file (.npy, .npz, .pt, .safetensors,
+            .parquet, .h5ad), a table (.parquet, .csv, .tsv, .jsonl), a folder of Parquet files, or
+            a data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
+            `train` and `test` (or `val`, `valid`, `validation`, `dev`); a folder `train` without one of these, or `unlabeled`, beside it is a folder
             like any other, unless it is the only one. The test split of a feature file
-            `..._train.npz` is `..._test.npz` in the same folder. A table that has pictures instead
-            of features is a data set of images. Or a list of image files (.files) of
-            `ssl_kd watch`.
+            `..._train.npz` is `..._test.npz` in the same folder. A table that has pictures, texts
+            or sound files instead of features is a data set of these. Or a list of image files
+            (.files) of `ssl_kd watch`.
         split: `train` or `test`.
         root: folder of the data sets that torchvision or image-net.org provide.
         download: whether to download a missing data set of torchvision.
@@ -73,7 +76,8 @@ def open_dataset(
         whole: whether a feature file, or a folder without split subfolders, is this split.
         labels: `folders` uses the subfolders of an image folder as classes; `auto` gives image
             folders no labels, and other data sets their own; with `none` there are no labels.
-        column: array or list column of a feature file with the features, or column of pictures.
+        column: array or list column of a feature file with the features, or column of pictures,
+            texts or sound files.
         label_column: array or column of a feature file with the labels; None: by its name
             (`ssl_kd.vision.data.labels`).
         levels: values of black and white of images with more than 8 bits, as of another split; by
@@ -86,13 +90,13 @@ def open_dataset(
     """
     if split not in _FOLDER_OF_SPLIT:
         raise ValueError(f"split is {split!r}; expected 'train' or 'test'")
-    dataset: ImageDataset | FeatureDataset | None
+    dataset: SampleDataset | FeatureDataset | None
     path = None if name in NAMES else dataset_path(name)
     is_file = path is not None and path.suffix != FILE_LIST and _has_columns(path)
     for setting, value in (("column", column), ("label_column", label_column)):
         if value is not None and not is_file:
             raise InputError(
-                f"{setting.upper()} is {value!r}, but {name} has no columns, only images: remove "
+                f"{setting.upper()} is {value!r}, but {name} has no columns, only files: remove "
                 f"--{setting}"
             )
     if labels == NO_LABELS and label_column is not None:
@@ -142,14 +146,15 @@ def _open_folder(
     whole: bool,
     labeled: bool,
     levels: Levels | None = None,
-) -> ImageDataset | None:
-    splits = _split_folders(path)
+) -> FileFolder | None:
+    kind = _kind_of_folder(path)
+    splits = _split_folders(path, kind.suffixes)
     if "train" not in splits and not (whole and "test" in splits):
         splits = {"train": path} | ({"test": path} if whole else {})
     folder = splits.get(split)
     if folder is None:
         return None
-    left_out = [] if folder == path or split == "test" else _beside_splits(path, splits)
+    left_out = [] if folder == path or split == "test" else _beside_splits(path, splits, kind)
     paths = None
     if folder.is_file():
         listed = read_file_list(folder)
@@ -158,23 +163,28 @@ def _open_folder(
         paths = listed["files"]
     try:
         if split == "test" and class_names is None and labeled:
-            class_names = _class_folders(splits.get("train"))
-        return FolderDataset(
-            folder,
-            name,
-            split,
-            labeled=labeled,
-            class_names=class_names,
-            paths=paths,
-            left_out=left_out,
-            levels=levels,
-        )
+            class_names = _class_folders(splits.get("train"), kind.suffixes)
+        options: dict[str, Any] = {"labeled": labeled, "class_names": class_names}
+        options |= {"paths": paths, "left_out": left_out}
+        if kind is FolderDataset:
+            options["levels"] = levels
+        return kind(folder, name, split, **options)
     except FileNotFoundError as error:
         raise DatasetUnavailable(str(error)) from None
 
 
-def _split_folders(path: Path) -> dict[str, Path]:
-    """Return the folders of images of the splits; empty if the folder holds one whole data set.
+def _kind_of_folder(path: Path) -> type[FileFolder]:
+    """Return the class of a folder's data set: of its images, or of its sounds if it has none."""
+    is_of_sounds = (
+        path.is_dir()
+        and next(find_images(path), None) is None
+        and next(find_files(path, SOUNDS), None) is not None
+    )
+    return SoundFolder if is_of_sounds else FolderDataset
+
+
+def _split_folders(path: Path, suffixes: Collection[str]) -> dict[str, Path]:
+    """Return the folders of the splits; empty if the folder holds one whole data set.
 
     A name alone does not make a split, since `train` may be a class: a split is beside another one,
     or it is all that the folder holds.
@@ -190,28 +200,31 @@ def _split_folders(path: Path) -> dict[str, Path]:
         if (place := next(places, None)) is not None:
             splits[split] = place
     has_siblings = "train" in splits and ("test" in splits or any(n in by_name for n in _UNLABELED))
-    if splits and not has_siblings and _images_beside(path, splits):
+    if splits and not has_siblings and _files_beside(path, splits, suffixes):
         return {}
     return splits
 
 
-def _images_beside(path: Path, splits: Mapping[str, Path]) -> dict[str, int]:
-    """Return folder -> number of images for what is beside the split folders; `` for loose ones."""
+def _files_beside(
+    path: Path, splits: Mapping[str, Path], suffixes: Collection[str]
+) -> dict[str, int]:
+    """Return folder -> number of files for what is beside the split folders; `` for loose ones."""
     numbers: Counter[str] = Counter()
     split_names = {folder.name for folder in splits.values()}
-    for image in find_images(path, skip=split_names):
-        first, separator, _ = image.partition(os.sep)
+    for file in find_files(path, suffixes, skip=split_names):
+        first, separator, _ = file.partition(os.sep)
         numbers[first if separator else ""] += 1
     return dict(numbers)
 
 
-def _beside_splits(path: Path, splits: Mapping[str, Path]) -> list[LeftOut]:
-    """Describe the images of a folder that are in neither split."""
+def _beside_splits(path: Path, splits: Mapping[str, Path], kind: type[FileFolder]) -> list[LeftOut]:
+    """Describe the images or sounds of a folder that are in neither split."""
+    noun = NOUNS[kind.kind]
     names = printable(" and ".join(f"{folder.name}/" for folder in splits.values()))
     held_out = _SPLITS_OF_IMAGES["test"]
     left_out = []
-    for folder, n in sorted(_images_beside(path, splits).items()):
-        what = printable(f"{counted(n, 'image')} in {folder}/" if folder else counted(n, "image"))
+    for folder, n in sorted(_files_beside(path, splits, kind.suffixes).items()):
+        what = printable(f"{counted(n, noun)} in {folder}/" if folder else counted(n, noun))
         reason = f"the splits are {names}"
         if folder:
             option = "dataset_test" if folder.lower() in held_out else "dataset"
@@ -220,12 +233,13 @@ def _beside_splits(path: Path, splits: Mapping[str, Path]) -> list[LeftOut]:
     return left_out
 
 
-def _class_folders(train: Path | None) -> tuple[str, ...] | None:
+def _class_folders(train: Path | None, suffixes: Collection[str]) -> tuple[str, ...] | None:
     # Classes are numbered as in the training split, since the test split may lack some.
     if train is None:
         return None
     folders = [f for f in train.iterdir() if f.is_dir() and not f.is_symlink()]
-    names = sorted(f.name for f in folders if f.name[0] != "." and next(find_images(f), ".") != ".")
+    shown = (folder for folder in folders if folder.name[0] != ".")
+    names = sorted(f.name for f in shown if next(find_files(f, suffixes), ".") != ".")
     return tuple(names) or None
 
 
@@ -295,7 +309,7 @@ def _open_table(
     column: str | None,
     label_column: str | None,
     whole: bool,
-) -> FeatureDataset | ImageDataset | None:
+) -> FeatureDataset | SampleDataset | None:
     if (part := _part(path, split, whole)) is None:
         return None
     if split == "test" and not whole and class_names is None:
@@ -359,7 +373,7 @@ def _unpack(folder: Path) -> None:
                 atomic_write_bytes(packed.with_suffix(""), source.read())
 
 
-def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
+def _imagenet(name: str, split: Split, root: Path, download: bool) -> SampleDataset:
     folder = root / "imagenet"
     dataset = _open_folder(folder, name, split, None, False, True) if folder.is_dir() else None
     if dataset is None or not (folder / "train").is_dir():
@@ -370,7 +384,7 @@ def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDatas
     return dataset
 
 
-NAMES: dict[str, Callable[[str, Split, Path, bool], ImageDataset]] = {
+NAMES: dict[str, Callable[[str, Split, Path, bool], SampleDataset]] = {
     **dict.fromkeys(DATASETS, _torchvision),
     "digits": _digits,
     "imagenet": _imagenet,

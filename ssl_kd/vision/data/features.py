@@ -15,16 +15,18 @@ import torch
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.files import load_tensors
-from ssl_kd.vision.data.images import digest_array
+from ssl_kd.vision.data.digests import digest_array
 from ssl_kd.vision.data.labels import NO_LABELS, Labels, class_numbers, find_labels
-from ssl_kd.vision.data.media import PictureTable, Rows, n_classes, row_names
+from ssl_kd.vision.data.media import PictureTable, Rows, SampleTable, n_classes, row_names
 from ssl_kd.vision.data.missing import missing_rows
+from ssl_kd.vision.data.samples import NOUNS
 from ssl_kd.vision.data.shards import Part, shards_of
 from ssl_kd.vision.data.tables import (
     FEATURES,
     IDS,
     Table,
     check_column,
+    is_text,
     one_line_errors,
     open_table,
 )
@@ -42,6 +44,8 @@ class FeatureDataset:
     rows are, `missing` are the rows without features, which are not clustered, and `usage` says
     what of the file is used.
     """
+
+    kind = "features"
 
     def __init__(
         self,
@@ -167,7 +171,7 @@ def open_features(
     dataset = open_part(part, split, class_names, column, label_column)
     if not isinstance(dataset, FeatureDataset):
         raise InputError(
-            f"{path} holds pictures, but no features: open it with "
+            f"{path} holds {NOUNS[dataset.kind]}s, but no features: open it with "
             "ssl_kd.vision.data.open_dataset, and embed it with a teacher"
         )
     return dataset
@@ -180,8 +184,8 @@ def open_part(
     column: str | None,
     label_column: str | None,
     left_out: Sequence[LeftOut] = (),
-) -> FeatureDataset | PictureTable:
-    """Open a file of features, or a table of pictures that a teacher embeds.
+) -> FeatureDataset | SampleTable:
+    """Open a file of features, or a table of samples that a teacher embeds.
 
     `left_out` are parts of the data set that are in other files.
     """
@@ -193,9 +197,10 @@ def open_part(
             return _READERS[path.suffix.lower()](path, chosen).dataset(path, split, class_names)
         rows = Rows(table, column, label_column=label_column, class_names=class_names)
         labels = None if rows.labels.name is None else rows.labels.values
-        if rows.pictures is not None:
+        if rows.embedded is not None:
             numbers, names = labels_of(str(path), labels, class_names)
-            return PictureTable(rows, split, numbers, names, left_out)
+            kind = PictureTable if rows.kind == "image" else SampleTable
+            return kind(rows, split, numbers, names, left_out)
         if rows.features is None:
             raise _no_features(table)
         features = _stacked(path, rows.features, table.read(rows.features))
@@ -331,10 +336,12 @@ def _no_features(table: Table) -> InputError:
             f"{table.path} has {len(table.lists)} columns of lists, {', '.join(table.lists[:10])}: "
             f"choose the one with the features, --column {table.lists[0]}"
         )
+    texts = [name for name, kind in table.kinds.items() if is_text(kind)]
+    way = f", or of texts, such as --column {texts[0]}" if texts else ", texts or sound files"
     return InputError(
         f"{table.path} has the columns {list(table.kinds)[:10]}; expected a column with a list "
         "of numbers in each row (in pandas, frame.assign(features=[*frame[columns].to_numpy()])), "
-        "or a column of pictures"
+        f"or a column of pictures{way}"
     )
 
 

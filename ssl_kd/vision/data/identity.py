@@ -13,14 +13,7 @@ from pyarrow import compute, types
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.files.state import DIGEST_BYTES, FileState
-from ssl_kd.vision.data.images import ImageDataset
-from ssl_kd.vision.data.media import Rows
 from ssl_kd.vision.data.tables import Table, is_text, readable_values
-
-
-def media_file(data: ImageDataset | Rows, row: int) -> Path | None:
-    """Return the path of the file that shows a row, which is not decoded; None if there is none."""
-    return data.file(row) if isinstance(data, Rows) else data.image_file(row)
 
 
 def files_of_table(table: Table) -> dict[str, FileState]:

@@ -1,4 +1,4 @@
-"""Show what a row of a table of embeddings is: a picture, a sound, a text or a link."""
+"""Read what the rows of a table are, to show or to embed it: pictures, sounds, texts or links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pyarrow import types
 
-from ssl_kd.core.errors import InputError, printable
+from ssl_kd.core.errors import InputError, UnreadableSample, printable
 from ssl_kd.core.files import sha256_file
 from ssl_kd.core.files.spill import LazyStrings
 from ssl_kd.core.images.decode import UnreadableImage, decode, find_levels
@@ -33,6 +33,8 @@ from ssl_kd.core.images.formats import (
 from ssl_kd.core.images.levels import Levels
 from ssl_kd.vision.data.images import ImageDataset, with_levels
 from ssl_kd.vision.data.labels import Labels, find_labels
+from ssl_kd.vision.data.samples import NOUNS, SampleDataset
+from ssl_kd.vision.data.sounds import LARGEST_SOUND, SOUNDS, read_sound
 from ssl_kd.vision.data.tables import (
     FEATURES,
     IDS,
@@ -51,12 +53,8 @@ from ssl_kd.vision.data.usage import LeftOut, Usage, counted
 
 logger = logging.getLogger(__name__)
 
-SOUNDS = {
-    ".wav": "audio/wav", ".mp3": "audio/mpeg", ".flac": "audio/flac", ".ogg": "audio/ogg",
-    ".opus": "audio/ogg", ".m4a": "audio/mp4", ".aac": "audio/aac",
-}  # fmt: skip
-"""Suffix -> type of the files that the explorer sends to the browser as they are."""
-LARGEST_SOUND = 512 << 20  # bytes
+EMBEDDED = ("image", "text", "audio")
+"""Kinds of columns whose rows a teacher can embed."""
 _SUFFIXES = {"image": EXTENSIONS, "audio": SOUNDS.keys()}
 
 
@@ -69,14 +67,16 @@ class Rows:
 
     Args:
         table: the open table.
-        column: column with the features, or with the pictures to embed; None: found by name.
+        column: column with the features, or with the pictures, texts or sounds to embed; None:
+            found by name.
         media: column that shows what the rows are; None: found by its content.
         label_column: column with the labels, or `none`; None: found by name.
         class_names: classes of the training split.
 
     Attributes:
         features: column with the features; None if the table has none, or if several could be.
-        pictures: column of pictures that a teacher must embed; None if the rows have features.
+        embedded: column of pictures, texts or sounds that a teacher must embed; None if the rows
+            have features.
         labels: the labels of the rows.
     """
 
@@ -90,17 +90,17 @@ class Rows:
         class_names: tuple[str, ...] | None = None,
     ) -> None:
         self.name, self.table = str(table.path), table
-        self.features = self.pictures = None
+        self.features = self.embedded = None
         if column is not None:
             check_column(table.path, column, list(table.kinds))
-        if column is not None and _media_kind(table, column) == "image":
-            self.pictures = column
+        if column is not None and _media_kind(table, column) in EMBEDDED:
+            self.embedded = column
         else:
             self.features = _find_features(table, column)
-        self.media = _find_media(table, media or self.pictures)
+        self.media = _find_media(table, media or self.embedded)
         self.kind = "" if self.media is None else self.media["kind"]
-        if self.features is None and not table.lists and self.media and self.kind == "image":
-            self.pictures = self.media["column"]
+        if self.features is None and not table.lists and self.media and self.kind in EMBEDDED:
+            self.embedded = self.media["column"]
         self._id = next((name for name in IDS if name in table.scalars), None)
         if label_column in table.kinds and label_column not in table.scalars:
             raise InputError(
@@ -190,6 +190,21 @@ class Rows:
         kind = SOUNDS.get(Path(self.text(row)).suffix.lower())
         return (kind, content) if kind and content else None
 
+    def sample(self, row: int) -> Any:
+        """Read a row as a teacher gets it: a picture, a text or a sound; raise UnreadableSample."""
+        if self.kind == "image":
+            return self.image(row)
+        if self.kind == "text":
+            if text := self.text(row).strip():
+                return text
+            raise UnreadableSample(self.ids[row], "the text is empty")
+        if (content := self._value(row)["bytes"]) is not None:
+            return read_sound(io.BytesIO(content), self.ids[row])
+        if (path := self._file(row)) is None:
+            reason = f"{printable(self.text(row))!r} is not a sound file"
+            raise UnreadableSample(self.ids[row], reason)
+        return read_sound(path, self.ids[row])
+
     def image(self, row: int) -> Image.Image:
         """Decode the picture of a row to mode `L` or `RGB`; raise UnreadableImage."""
         name = self.ids[row]
@@ -252,11 +267,11 @@ class Rows:
         return path if is_safe else None
 
 
-class PictureTable(ImageDataset):
-    """The pictures in a column of a table, to be embedded by a teacher.
+class SampleTable(SampleDataset):
+    """The pictures, texts or sounds in a column of a table, to be embedded by a teacher.
 
     Args:
-        rows: the rows, whose `media` are the pictures.
+        rows: the rows, whose `media` are the samples.
         split: name of the split.
         labels: int64 `[n]`, -1 where unknown; None if no row is labeled.
         class_names: names of the classes.
@@ -276,6 +291,37 @@ class PictureTable(ImageDataset):
         del self.fingerprint  # it is computed when it is first read
         self.left_out = [*rows.left_out, *left_out]
 
+    @property
+    def kind(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the samples are: `image`, `text` or `audio`."""
+        return self.rows.kind
+
+    @cached_property
+    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """SHA-256 of the samples."""
+        return self.rows.digest()
+
+    @property
+    def usage(self) -> Usage:
+        """What of the table is used, and what is left out."""
+        noun = "picture" if self.kind == "image" else NOUNS[self.kind]
+        parts = [counted(len(self), noun), self.rows.used, n_classes(self.class_names)]
+        return Usage("; ".join(filter(None, parts)), self.left_out)
+
+    def file(self, i: int) -> Path | None:
+        """Return the file of a sample, or None if the table holds it."""
+        return self.rows.file(i)
+
+    def sample(self, i: int) -> Any:
+        """Read a sample as the teacher gets it; raise UnreadableSample."""
+        return self.rows.sample(i)
+
+
+class PictureTable(SampleTable, ImageDataset):
+    """The pictures in a column of a table, with levels for those of more than 8 bits."""
+
+    kind = "image"  # pyright: ignore[reportAssignmentType]
+
     @cached_property
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """SHA-256 of the pictures, and of unusual `levels`."""
@@ -288,10 +334,9 @@ class PictureTable(ImageDataset):
 
     @property
     def usage(self) -> Usage:
-        """What of the table is used, and what is left out."""
-        parts = [counted(len(self), "picture"), self.rows.used, n_classes(self.class_names)]
-        parts.append(str(self.levels))
-        return Usage("; ".join(filter(None, parts)), self.left_out)
+        """What of the table is used with which levels, and what is left out."""
+        used, left_out = super().usage.used, self.left_out
+        return Usage("; ".join(filter(None, [used, str(self.levels)])), left_out)
 
     def image_file(self, i: int) -> Path | None:
         """Return the file of a picture, or None if the table holds it."""
@@ -375,7 +420,7 @@ def _find_features(table: Table, column: str | None) -> str | None:
         if column not in table.lists:
             raise InputError(
                 f"COLUMN is {column!r}, whose type in {table.path} is {table.kinds[column]}; "
-                "expected lists of numbers, or pictures"
+                "expected lists of numbers, pictures, texts or sound files"
             )
         return column
     labels = (*LABELS, *MAYBE_LABELS)

@@ -1,4 +1,4 @@
-"""Read the columns of Parquet files, saved Hugging Face data sets and `.h5ad` files one by one."""
+"""Read the columns of tables: Parquet, CSV and JSON Lines files, saved data sets, and `.h5ad`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
-from pyarrow import ipc, parquet, types
+from pyarrow import csv, ipc, parquet, types
+from pyarrow import json as json_files
 
 from ssl_kd.core.errors import InputError, brief, printable
 from ssl_kd.core.files import CorruptFileError
@@ -24,6 +25,9 @@ LABELS = ("labels", "label", "classes", "class", "class_label", "class_name")
 MAYBE_LABELS = ("targets", "target", "y")
 """Names of labels, but also of measurements and coordinates."""
 IDS = ("ids", "id", "file", "path")
+TEXT_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+"""Suffixes of tables that are text files."""
+LONGEST_LINE = 64 << 20  # bytes of a row of such a file
 PREVIEW_ROWS = 20  # rows by which the kind of a column is found
 ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
 
@@ -70,7 +74,7 @@ class Table(NamedTuple):
 
 
 def open_table(path: Path, files: Sequence[Path] = ()) -> Table | None:
-    """Open a Parquet file, an `.h5ad` file or a saved data set; None for other files.
+    """Open a Parquet, CSV, JSON Lines or `.h5ad` file or a saved data set; None for other files.
 
     `files` are the shards of a table of Parquet files, if it has several.
     """
@@ -80,6 +84,8 @@ def open_table(path: Path, files: Sequence[Path] = ()) -> Table | None:
         return open_h5ad(path)
     if is_saved(path):
         return _open_saved(path)
+    if path.suffix.lower() in TEXT_TABLES:
+        return _open_text_table(path)
     files = files or (path,)
     if files[0].suffix.lower() == ".parquet":
         return _open_parquet(path, files)
@@ -257,6 +263,28 @@ def _common_schema(files: Sequence[Path], schemas: Sequence[arrow.Schema]) -> ar
                 f"{file} and {files[0]} are not shards of one table: {brief(error)}"
             ) from error
     return first
+
+
+def _open_text_table(path: Path) -> Table:
+    """Open a CSV, TSV or JSON Lines file, which is read whole."""
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        table = json_files.read_json(path, json_files.ReadOptions(block_size=LONGEST_LINE))
+    else:
+        parsed = csv.ParseOptions(
+            delimiter="\t" if suffix == ".tsv" else ",", newlines_in_values=True
+        )
+        table = csv.read_csv(path, csv.ReadOptions(block_size=LONGEST_LINE), parsed)
+        if other := [
+            name
+            for name, kind in zip(table.schema.names, table.schema.types, strict=True)
+            if is_bytes(kind)
+        ]:
+            raise InputError(
+                f"the column {printable(other[0])!r} of {path} is not UTF-8: save the file in UTF-8"
+            )
+    head = table[:PREVIEW_ROWS]
+    return Table(path, path.parent, len(table), table.schema, head, table.column)
 
 
 def _open_saved(folder: Path) -> Table:

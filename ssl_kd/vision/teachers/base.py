@@ -1,6 +1,8 @@
-"""Define the interface of an image teacher, and the two teachers that need no network."""
+"""Define the interface of a teacher, and the two teachers that need no network."""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ class TeacherUnavailable(UserError, RuntimeError):
 
 
 class Teacher:
-    """Base class of frozen models that map an image to a vector.
+    """Base class of frozen models that map an image, a text or a sound to a vector.
 
     The setting TEACHER accepts the import path of a subclass, such as package.module.Class. The
     `__init__` of the subclass may have the parameters `weights` (set by TEACHER_WEIGHTS),
@@ -34,6 +36,7 @@ class Teacher:
     from `Network`, which sets all attributes and moves the network to the device.
 
     Attributes:
+        kind: what it embeds: `image`, `text` or `audio`.
         name: name of the teacher, stored in the cache; optional for an imported class.
         dim: length of an embedding.
         weights_id: SHA-256 of the weights (see `weights_id`), or `none` without weights.
@@ -41,6 +44,7 @@ class Teacher:
         device: device on which `embed` computes.
     """
 
+    kind: ClassVar[str] = "image"
     name: str
     dim: int
     weights_id: str = "none"
@@ -52,20 +56,37 @@ class Teacher:
         self.device = torch.device(device)
         return self
 
-    def preprocess(self, image: Image.Image) -> Tensor:
-        """Turn a decoded image (`L` or `RGB`) into uint8 `[channel, height, width]`."""
-        raise NotImplementedError
-
-    def embed(self, batch: Tensor) -> Tensor:
-        """Embed a batch of preprocessed images.
+    def preprocess(self, image: Any) -> Tensor:
+        """Prepare one sample for `embed`.
 
         Args:
-            batch: uint8 `[image, channel, height, width]` on any device.
+            image: a decoded image (`L` or `RGB`); a text, of a teacher of texts; or a
+                `ssl_kd.vision.data.sounds.Sound`, of a teacher of sounds.
 
         Returns:
-            float32 `[image, dim]` on the teacher's device.
+            uint8 `[channel, height, width]` of an image; of a text or sound a tensor whose first
+            dimension is its length.
+
+        Raises:
+            UnreadableSample: the sample cannot be embedded, so it is left out.
         """
         raise NotImplementedError
+
+    def embed(self, batch: Any) -> Tensor:
+        """Embed a batch of prepared samples.
+
+        Args:
+            batch: uint8 `[image, channel, height, width]` on any device; of texts or sounds the
+                list of their tensors, in the order of their lengths.
+
+        Returns:
+            float32 `[sample, dim]` on the teacher's device.
+        """
+        raise NotImplementedError
+
+    def report(self) -> str:
+        """Return a sentence on what was changed in the samples, such as texts that were cut."""
+        return ""
 
 
 class Pixels(Teacher):
@@ -105,6 +126,8 @@ class Pixels(Teacher):
 
 class Features(Teacher):
     """Placeholder for the unknown teacher that computed the features in a data file."""
+
+    kind = "features"
 
     def __init__(self, dim: int) -> None:
         self.name = "features"

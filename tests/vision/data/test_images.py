@@ -165,15 +165,15 @@ def test_fingerprint_follows_content_names_and_labels_not_times(tmp_path):
 
 
 def test_every_byte_of_a_large_set_counts(tmp_path, monkeypatch, caplog):
-    from ssl_kd.vision.data import images
+    from ssl_kd.vision.data import digests
 
     small = np.random.default_rng(0).random((5000, 3))
-    before = images.digest_array(small, np.arange(5000))
-    monkeypatch.setattr(images, "LARGE", 10)
-    monkeypatch.setattr(images, "BLOCK", 1000)
-    assert images.digest_array(small, np.arange(5000)) == before  # in blocks, the same
+    before = digests.digest_array(small, np.arange(5000))
+    monkeypatch.setattr(digests, "LARGE", 10)
+    monkeypatch.setattr(digests, "BLOCK", 1000)
+    assert digests.digest_array(small, np.arange(5000)) == before  # in blocks, the same
     small[5] += 1
-    assert images.digest_array(small, np.arange(5000)) != before
+    assert digests.digest_array(small, np.arange(5000)) != before
 
     for i in range(20):
         (tmp_path / f"{i:04}.png").write_bytes(bytes([i % 256]) * 20)

@@ -146,7 +146,7 @@ def test_a_table_of_pictures_is_a_data_set_of_images(tmp_path, kind):
     assert (
         data.usage.used.startswith("6 pictures; ") and "labels from column label" in data.usage.used
     )
-    with pytest.raises(InputError, match="holds pictures, but no features"):
+    with pytest.raises(InputError, match="holds images, but no features"):
         open_features(path)
 
 
