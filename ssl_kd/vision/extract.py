@@ -215,7 +215,7 @@ class Extraction:
         if isinstance(self.dataset, FeatureDataset) or entry["reason"].startswith("embedding is "):
             return False  # left out because its row was not finite
         try:
-            self.dataset.sample(entry["row"])
+            self.teacher.preprocess(self.dataset.sample(entry["row"]))
         except UnreadableSample:
             return False
         return True
@@ -435,7 +435,7 @@ def _load(
         try:
             prepared = teacher.preprocess(dataset.sample(row))
         except UnreadableSample as error:
-            return error
+            return UnreadableSample(dataset.ids[row], error.reason)  # a teacher knows no ids
         except Exception as error:  # the teacher may be the user's
             raise ExtractionFailed(
                 f"{dataset.ids[row]} (row {row} of {dataset.name}) cannot be prepared for the "

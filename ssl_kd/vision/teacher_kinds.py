@@ -1,4 +1,4 @@
-"""List the kinds of image teachers: the names that choose a kind, and the function that loads it.
+"""List the kinds of teachers: the names that choose a kind, and the function that loads it.
 
 To add a kind, write its function in `ssl_kd/vision/teachers/`, and add an entry to `KINDS`. The
 setting TEACHER, its help and its messages follow. Nothing is imported here, so that
@@ -76,7 +76,7 @@ TOKENS = {"class": 1, "patch": 1, "both": 2, "last4": 5}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of image teachers.
+    """A kind of teachers.
 
     Attributes:
         loader: import path of the function that loads a teacher of this kind. Its argument is a
@@ -103,6 +103,7 @@ class Kind:
 
 
 _TEACHERS = "ssl_kd.vision.teachers"
+_ENCODER = {"packages": ("transformers",), "extra": "text"}
 _NETWORK = {"packages": ("timm", "torchvision"), "extra": "vision"}
 
 KINDS = (
@@ -132,14 +133,11 @@ KINDS = (
         tuple(f"efficientnet_lite{size}" for size in range(3)),
         **_NETWORK,
     ),
+    Kind(f"{_TEACHERS}.texts.load_minilm", ("minilm",), **_ENCODER),
+    Kind(f"{_TEACHERS}.sounds.load_resemblyzer", ("resemblyzer",), **_ENCODER),
     Kind(f"{_TEACHERS}.imported.load_imported", form=IMPORT_PATH),
     Kind(f"{_TEACHERS}.timm_models.load_timm", form=("timm:NAME", "timm:.+"), **_NETWORK),
-    Kind(
-        f"{_TEACHERS}.hf_models.load_hf",
-        form=("hf:NAME", "hf:.+"),
-        packages=("transformers", "torchvision"),
-        extra="llm",
-    ),
+    Kind(f"{_TEACHERS}.encoders.load_hf", form=("hf:NAME", "hf:.+"), **_ENCODER),
     Kind(
         f"{_TEACHERS}.open_clip_models.load_open_clip",
         form=("open_clip:NAME", "open_clip:.+"),

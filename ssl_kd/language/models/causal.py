@@ -23,6 +23,7 @@ from torch import nn
 from ssl_kd.core.errors import InputError, MissingPackage, UserError, brief
 from ssl_kd.core.files import sha256_file, why_refused
 from ssl_kd.core.memory import is_out_of_memory
+from ssl_kd.core.quiet import quiet_transformers
 from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.language.models.dtypes import cast_weights, keep_gradients
 from ssl_kd.language.models.source import ModelSource, find_model
@@ -83,7 +84,7 @@ def load_causal_lm(
     if folder is not None and (base := _base_of_adapters(folder)) is not None:
         _check_adapters(folder, base, quantization is not None)
         return _load_adapted(folder, base, dtype, remote_code)
-    with quiet():
+    with quiet_transformers():
         model = _load_model(source, dtype, remote_code, quantization or {})
         keep_gradients(model)
         stacked = [p for p in model.parameters() if p.ndim > 2 and p.is_floating_point()]
@@ -117,7 +118,7 @@ def outline_causal_lm(
         return replace(lm, name=str(folder), tokenizer=_own_tokenizer(folder, lm, remote_code))
     if folder is not None and not any(file.is_file() for file in model_files(folder)):
         raise CausalLMUnavailable(name, f"{folder} has no weights, such as model.safetensors")
-    with quiet(), _as_user_error(source):
+    with quiet_transformers(), _as_user_error(source):
         model = _on_meta(_load_config(source, remote_code), remote_code)
         tokenizer = _load_tokenizer(source, remote_code)
         processor = None
@@ -238,21 +239,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Turn off the progress bars and log messages of transformers."""
-    logging: Any = llm_module("transformers.utils.logging")
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 # --- loading --------------------------------------------------------------------------------------

