@@ -12,6 +12,7 @@ _SAME: Mapping[str, str] = {
     "checkpoint_every": """
         checkpoint_freq checkpoint_interval save_every save_freq save_interval saveckp_freq""",
     "clip_grad": "grad_clip grad_clip_norm gradient_clip gradient_clip_val gradient_clipping",
+    "column": "audio_column image_column text_column",
     "data_dir": "data_root",
     "dataset": "dataset_name",
     "dataset_test": "test_dataset",

@@ -214,8 +214,8 @@ def open_data(
     train_set = open_samples(embedding)
     if embedding.labels == "folders" and not getattr(train_set, "folders", ()):
         raise SettingsError(
-            f"LABELS is 'folders', but DATASET {embedding.dataset} has no folders of files: leave "
-            "--labels out"
+            f"LABELS is 'folders', but DATASET {embedding.dataset} has no folders of images or "
+            "sounds: leave --labels out"
         )
     options = embedding.open_options
     if isinstance(train_set, ImageDataset):

@@ -35,8 +35,9 @@ class DataSettings(Settings):
     dataset: str = setting(
         "digits",
         "what to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of"
-        " a folder of images, at any depth | path of features or of a table of pictures (.npy .npz"
-        " .pt .safetensors .parquet .h5ad, or a folder of save_to_disk or of Parquet files)",
+        " a folder of images, or of sounds, at any depth | path of features (.npy .npz .pt"
+        " .safetensors .h5ad), or of a table of features, texts, pictures or sound files (.parquet"
+        " .csv .tsv .jsonl, or a folder of save_to_disk or of Parquet files)",
         section="Data",
     )
     dataset_test: str | None = setting(
@@ -45,16 +46,16 @@ class DataSettings(Settings):
     )
     labels: str = setting(
         "auto",
-        "labels to score the answer by: folders (the first folder below DATASET is an image's"
+        "labels to score the answer by: folders (the first folder below DATASET is a file's"
         " class) | auto (those of a named data set or of a feature file; a folder has none) | none",
         "Never used for training. The folders of an album are not classes.",
         choices=("auto", "folders", "none"),
     )
     column: str | None = setting(
         None,
-        "column (or array) that holds the features in a feature file, or the pictures in a table,"
-        " also of DATASET_TEST; None: the only list column, or one called features, embeddings, x"
-        " or data; pictures if there are no features",
+        "column (or array) that holds the features in a feature file, or the texts, pictures or"
+        " sound files in a table, also of DATASET_TEST; None: the only list column, or one called"
+        " features, embeddings, x or data; without features, pictures, sounds or a column text",
     )
     label_column: str | None = setting(
         None,
@@ -82,11 +83,11 @@ class TeacherSettings(Settings):
 
     teacher: str = setting(
         "pixels",
-        "frozen model that embeds the images: pixels | dinov2 | dinov3 | siglip2 | pe | radio |"
-        " aimv2 | tipsv2 | clip | franca | efficientnet_lite0 | efficientnet_lite1 |"
-        " efficientnet_lite2 | timm:NAME | torchvision:NAME | hf:NAME (transformers) |"
-        " open_clip:NAME | package.module.Class (your own) | features (DATASET holds embeddings"
-        " already)",
+        "frozen model that embeds the images, texts or sounds: pixels | dinov2 | dinov3 | siglip2 |"
+        " pe | radio | aimv2 | tipsv2 | clip | franca | efficientnet_lite0 | efficientnet_lite1 |"
+        " efficientnet_lite2 | timm:NAME | torchvision:NAME | open_clip:NAME | minilm (texts) |"
+        " resemblyzer (voices) | hf:NAME (transformers, for all three) | package.module.Class (your"
+        " own) | features (DATASET holds embeddings already)",
         "For photographs use dinov2; pixels only suits small aligned images such as digits. Other"
         " sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are listed in docs/images.md.",
         choices=tuple(name for kind in KINDS for name in kind.names),
