@@ -24,8 +24,8 @@ def picture(run: Path) -> Figure:
         places, clusters, typical = file["map"], file["map_cluster"], file["typical"]
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))
     dataset = open_dataset(metrics["dataset"]["name"], "train")
-    if isinstance(dataset, FeatureDataset):
-        raise SystemExit(f"{run} was trained on features, not images: use a run on images")
+    if isinstance(dataset, FeatureDataset) or dataset.kind != "image":
+        raise SystemExit(f"{run} was trained on {dataset.kind}, not images: use a run on images")
 
     figure = Figure(figsize=(10, 4.4), layout="constrained", facecolor="white")
     left, right = figure.add_gridspec(1, 2, width_ratios=(1.15, 1))
@@ -44,7 +44,7 @@ def picture(run: Path) -> Figure:
             for spine in cell.spines.values():
                 spine.set(color=tint(k), linewidth=1.5)
             if row >= 0:
-                cell.imshow(np.asarray(dataset.image(int(row))), cmap="gray_r")
+                cell.imshow(np.asarray(dataset.sample(int(row))), cmap="gray_r")
     return figure
 
 

@@ -284,7 +284,7 @@ class ModelLoader:
         logger.warning(f"{message}, and the table has no row of the teacher (%s)", name, error)
         try:
             tokenizer = load_tokenizer(name, remote_code=self.settings.trust_remote_code)
-        except InputError:
+        except (InputError, FileNotFoundError):
             tokenizer = None
         return CausalLM(None, tokenizer, name, weights)
 

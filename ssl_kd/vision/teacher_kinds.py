@@ -134,7 +134,12 @@ KINDS = (
         **_NETWORK,
     ),
     Kind(f"{_TEACHERS}.texts.load_minilm", ("minilm",), **_ENCODER),
-    Kind(f"{_TEACHERS}.sounds.load_resemblyzer", ("resemblyzer",), **_ENCODER | {"extra": "audio"}),
+    Kind(
+        f"{_TEACHERS}.sounds.load_resemblyzer",
+        ("resemblyzer",),
+        packages=("transformers",),
+        extra="audio",
+    ),
     Kind(f"{_TEACHERS}.imported.load_imported", form=IMPORT_PATH),
     Kind(f"{_TEACHERS}.timm_models.load_timm", form=("timm:NAME", "timm:.+"), **_NETWORK),
     Kind(f"{_TEACHERS}.encoders.load_hf", form=("hf:NAME", "hf:.+"), **_ENCODER),

@@ -194,6 +194,12 @@ class _Event:
 
 
 def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch):
+    class Images:
+        kind = "image"
+
+        def __len__(self):
+            return 8
+
     class Writer:
         missing, rows, dtype = [(0, 8)], 8, torch.float32
 
@@ -218,7 +224,7 @@ def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch
         embed(images)  # sends what all batches share
         device.clear()
         _Event.seen.clear()
-        extract._write(Writer(), range(8), embed, iter(batches), no_progress)
+        extract._write(Writer(), Images(), embed, iter(batches), no_progress)
         assert device.waits == device.pageable == []
     first, second = ["begun", "copied"], ["waited", "written [0, 1]"]
     assert _Event.seen[:6] == [*first, *first, *second]

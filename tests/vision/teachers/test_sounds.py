@@ -1,4 +1,4 @@
-import importlib
+import importlib.util
 import math
 import sys
 import types

@@ -1,8 +1,9 @@
-import importlib
+import importlib.util
 import logging
 import sys
 import zipfile
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as arrow
 import pytest
@@ -25,7 +26,7 @@ def loaded(folder, **options):
     return from_folder(text_encoder(folder / "model", **options))
 
 
-def from_folder(folder, **settings):
+def from_folder(folder, **settings) -> Any:
     return load_teacher(f"hf:{folder}", dataset=SimpleNamespace(kind="text"), **settings)
 
 
