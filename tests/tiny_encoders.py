@@ -15,6 +15,12 @@ def sentence(n, seed=0):
     return " ".join(words[i] for i in np.random.default_rng(seed).integers(0, len(words), n))
 
 
+def save_random(folder, model_class, config):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model_class(config).save_pretrained(folder)
+
+
 def text_encoder(folder, *, pooling="mean_tokens", normalized=True, prompt=None, most=32):
     """Save a BERT of two layers with a WordPiece vocabulary and a description of its pooling."""
     transformers = pytest.importorskip("transformers")
@@ -25,9 +31,7 @@ def text_encoder(folder, *, pooling="mean_tokens", normalized=True, prompt=None,
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     size |= {"intermediate_size": 32, "max_position_embeddings": 64}
     config = transformers.BertConfig(vocab_size=len(tokenizer), initializer_range=0.5, **size)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.BertModel(config).save_pretrained(folder)
+    save_random(folder, transformers.BertModel, config)
     tokenizer.save_pretrained(folder)
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalized else [])]
     modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
@@ -51,9 +55,7 @@ def audio_encoder(folder):
     size |= {"intermediate_size": 32, "conv_dim": (8, 8), "conv_kernel": (10, 8)}
     size |= {"conv_stride": (5, 4), "num_conv_pos_embeddings": 4, "mask_time_prob": 0.0}
     size |= {"num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**size)).save_pretrained(folder)
+    save_random(folder, transformers.Wav2Vec2Model, transformers.Wav2Vec2Config(**size))
     transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder)
     return folder
 
@@ -66,9 +68,7 @@ def whisper(folder):
     size |= {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
     size |= {"vocab_size": 60, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1}
     size |= {"decoder_start_token_id": 1, "max_target_positions": 8}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.WhisperModel(transformers.WhisperConfig(**size)).save_pretrained(folder)
+    save_random(folder, transformers.WhisperModel, transformers.WhisperConfig(**size))
     transformers.WhisperFeatureExtractor().save_pretrained(folder)
     return folder
 

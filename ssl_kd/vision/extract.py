@@ -255,6 +255,7 @@ def _write(
 ) -> None:
     total = writer.rows
     before = total - sum(stop - start for start, stop in writer.missing)
+    noun = NOUNS[dataset.kind]
     began = time.perf_counter()
     done = n_readable = n_decoded = 0
     problem: UnreadableSample | None = None
@@ -293,19 +294,17 @@ def _write(
         last = current
         for row, problem in batch.unreadable:
             if not isinstance(dataset, FeatureDataset):  # `usage` names the rows of features
-                noun = NOUNS[dataset.kind]
                 logger.warning("unreadable %s left out: %s", noun, problem)
             writer.skip(row, problem.id, problem.reason)
         n_readable += len(batch.rows)
         rate = n_decoded / max(time.perf_counter() - began, 1e-9)
-        unit = f"{NOUNS[dataset.kind]}s/s"
-        progress("extract", min(total, before + done), total, {unit: rate})
+        progress("extract", min(total, before + done), total, {f"{noun}s/s": rate})
     if last is not None:
         append(*last)
     if not n_readable and not before and total == len(dataset):
         raise InputError(
-            f"not one of the {total} {NOUNS[dataset.kind]}s of DATASET {dataset.name} can be used; "
-            f"the last error: {problem}"
+            f"not one of the {total} {noun}s of DATASET {dataset.name} can be used; the last "
+            f"error: {problem}"
         )
 
 

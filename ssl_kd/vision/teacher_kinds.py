@@ -1,8 +1,8 @@
 """List the kinds of teachers: the names that choose a kind, and the function that loads it.
 
 To add a kind, write its function in `ssl_kd/vision/teachers/`, and add an entry to `KINDS`. The
-setting TEACHER, its help and its messages follow. Nothing is imported here, so that
-`python train.py --help` works without torch.
+setting TEACHER and its messages follow; its help, in `ssl_kd/vision/settings.py`, names the kind.
+Nothing is imported here, so that `python train.py --help` works without torch.
 """
 
 from __future__ import annotations

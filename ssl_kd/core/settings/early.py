@@ -9,9 +9,17 @@ from pathlib import Path
 from ssl_kd.core.errors import DatasetUnavailable, RunFolderError
 
 DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet")
+TEXT_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+"""Suffixes of tables that are text files."""
 FEATURE_FILES = (
-    *(".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet", ".h5ad"),
-    *(".csv", ".tsv", ".jsonl", ".ndjson"),
+    ".npy",
+    ".npz",
+    ".pt",
+    ".pth",
+    ".safetensors",
+    ".parquet",
+    ".h5ad",
+    *TEXT_TABLES,
 )
 """Suffixes of files that hold features, or a table of samples."""
 FILE_LIST = ".files"

@@ -8,6 +8,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ssl_kd.core.errors import InputError, MissingPackage
@@ -39,6 +40,13 @@ def check_installed(names: Collection[str], extra: str, what: str = "This") -> N
         raise MissingPackage(
             f"{what} needs the package{plural} {', '.join(missing)}: pip install 'ssl_kd[{extra}]'"
         )
+
+
+def package_folder(module: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported; None if it is missing."""
+    spec = importlib.util.find_spec(module)
+    folders = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(folders))) if folders else None
 
 
 def import_class(path: str, base: type[T], what: str) -> type[T]:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ssl_kd.core.errors import InputError, MissingPackage
-from ssl_kd.core.settings.import_paths import check_installed
+from ssl_kd.core.settings.import_paths import check_installed, package_folder
 
 GGUF_EXTRA = "pip install 'ssl_kd[demo]'"
 
@@ -121,14 +121,13 @@ def _gguf(file: Path) -> ModelSource:
 def _file_of(name: str) -> Path:
     """Return the GGUF file of a model in a package, which is not imported."""
     package = PACKAGED[name]
-    spec = importlib.util.find_spec(package.module)
-    if spec is None:
+    folder = package_folder(package.module)
+    if folder is None:
         raise MissingPackage(
             f"{name!r} is the model of the package {package.distribution} ({package.what}), which "
             f"is not installed: {package.install}"
         )
-    folders = spec.submodule_search_locations or []
-    file = next((file for folder in folders for file in Path(folder).glob("*.gguf")), None)
+    file = next(folder.glob("*.gguf"), None)
     if file is None:
         raise FileNotFoundError(
             f"the package {package.distribution} holds no .gguf file: {package.install}"

@@ -65,11 +65,10 @@ def open_dataset(
             .parquet, .h5ad), a table (.parquet, .csv, .tsv, .jsonl), a folder of Parquet files, or
             a data set that Hugging Face's `save_to_disk` wrote. A folder may have the subfolders
             `train` and `test` (or `val`, `valid`, `validation`, `dev`); a folder `train` without
-            one of these, or `unlabeled`, beside it is a folder
-            like any other, unless it is the only one. The test split of a feature file
-            `..._train.npz` is `..._test.npz` in the same folder. A table that has pictures, texts
-            or sound files instead of features is a data set of these. Or a list of image files
-            (.files) of `ssl_kd watch`.
+            one of these, or `unlabeled`, beside it is a folder like any other, unless it is the
+            only one. The test split of a feature file `..._train.npz` is `..._test.npz` in the same
+            folder. A table that has pictures, texts or sound files instead of features is a data
+            set of these. Or a list of image files (.files) of `ssl_kd watch`.
         split: `train` or `test`.
         root: folder of the data sets that torchvision or image-net.org provide.
         download: whether to download a missing data set of torchvision.

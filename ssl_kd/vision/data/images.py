@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -19,7 +19,6 @@ from ssl_kd.core.images.levels import Levels
 from ssl_kd.vision.data.digests import digest_array, is_file
 from ssl_kd.vision.data.folders import FileFolder, file_id, find_files, why_not_read
 from ssl_kd.vision.data.samples import SampleDataset
-from ssl_kd.vision.data.usage import LeftOut
 
 
 @dataclass(eq=False)
@@ -37,7 +36,7 @@ class ImageDataset(SampleDataset):
 
     def image_file(self, i: int) -> Path | None:
         """Return the file of image `i`, or None if the images are not separate files."""
-        return None
+        return self.file(i)
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""
@@ -90,22 +89,11 @@ class FolderDataset(FileFolder, ImageDataset):
         name: str,
         split: str,
         *,
-        labeled: bool = False,
-        class_names: tuple[str, ...] | None = None,
-        paths: Iterable[str] | None = None,
-        left_out: Sequence[LeftOut] = (),
         levels: Levels | None = None,
+        **options: Any,
     ) -> None:
         self._levels = levels
-        super().__init__(
-            root,
-            name,
-            split,
-            labeled=labeled,
-            class_names=class_names,
-            paths=paths,
-            left_out=left_out,
-        )
+        super().__init__(root, name, split, **options)
 
     @cached_property
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -125,10 +113,6 @@ class FolderDataset(FileFolder, ImageDataset):
     def used(self) -> str:
         """What of the folder is used, with the levels of its images."""
         return "; ".join(filter(None, [super().used, str(self.levels)]))
-
-    def image_file(self, i: int) -> Path:
-        """Return the file of image `i`."""
-        return self.file(i)
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raise UnreadableImage."""

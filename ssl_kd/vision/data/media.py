@@ -133,7 +133,7 @@ class Rows:
         uses = {
             "names": self._id,
             "labels": self.labels.name,
-            **{f"{kind}s" if kind != "audio" else "sounds": column for column, kind in shown},
+            **{f"{NOUNS.get(kind, kind)}s": column for column, kind in shown},
         }
         parts = [f"read from {n} files"] if (n := len(self.table.files)) > 1 else []
         parts += [f"{what} from column {name}" for what, name in uses.items() if name is not None]

@@ -19,15 +19,14 @@ from pyarrow import json as json_files
 from ssl_kd.core.errors import InputError, brief, printable
 from ssl_kd.core.files import CorruptFileError
 from ssl_kd.core.images.decode import UnreadableImage
+from ssl_kd.core.settings.early import TEXT_TABLES
 
 FEATURES = ("features", "embeddings", "embedding", "x", "X", "data")
 LABELS = ("labels", "label", "classes", "class", "class_label", "class_name")
 MAYBE_LABELS = ("targets", "target", "y")
 """Names of labels, but also of measurements and coordinates."""
 IDS = ("ids", "id", "file", "path")
-TEXT_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
-"""Suffixes of tables that are text files."""
-LONGEST_LINE = 64 << 20  # bytes of a row of such a file
+LONGEST_LINE = 64 << 20  # bytes of a row of a table that is a text file
 PREVIEW_ROWS = 20  # rows by which the kind of a column is found
 ROOT = "ssl_kd.root"  # in the metadata of a Parquet file: the folder of relative paths
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ssl_kd.core.settings.import_paths import package_folder
 from ssl_kd.vision.teachers.base import Teacher, TeacherUnavailable
 from ssl_kd.vision.teachers.request import Request
 from ssl_kd.vision.teachers.timm_models import build_timm
@@ -39,10 +39,8 @@ def file_of_package(package: str) -> Path | None:
 
     It is None if the package is not installed.
     """
-    spec = importlib.util.find_spec(package.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        return None
-    return next((Path(spec.origin).parent / "models").glob("*.pth"), None)
+    folder = package_folder(package.replace("-", "_"))
+    return None if folder is None else next((folder / "models").glob("*.pth"), None)
 
 
 def rename_lite(state: State, model: str) -> State:
@@ -69,7 +67,9 @@ def rename_lite(state: State, model: str) -> State:
         if match is None:
             module, _, leaf = key.partition(".")
             return f"{top.get(module, module)}.{leaf}"
-        number, module, leaf = int(match[1]), match[2], match[3]
+        number = int(match[1])
+        module = match[2]
+        leaf = match[3]
         if number >= len(blocks):
             return key
         names = other if f"_blocks.{number}._expand_conv.weight" in state else plain

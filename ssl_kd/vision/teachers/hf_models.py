@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from PIL import Image
 from torch import Tensor, nn
@@ -109,31 +109,15 @@ def processor_transform(
     Raises:
         InputError: the processor does more than to resize, crop, scale and normalize.
     """
-    size = settings.get("size") or {}
-    crop = settings.get("crop_size") if settings.get("do_center_crop") else None
-    shares = settings.get("crop_pct")  # of ConvNeXt
-    if isinstance(size, int):
-        size = {"shortest_edge": size}
-    edge = size.get("shortest_edge")
-    resize: int | tuple[int, int]
-    if settings.get("do_pad") or not settings.get("do_resize", True):
-        size = {}
-    if shares is not None and edge is not None and edge < 384:
-        shape, resize, mode = (edge, edge), int(edge / shares), "center"
-    elif shares is not None and edge is not None:
-        shape, resize, mode = (edge, edge), (edge, edge), "squash"
-    elif edge is not None and size and crop is not None:
-        crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-        shape, resize, mode = (crop["height"], crop["width"]), edge, "center"
-    elif {"height", "width"} <= size.keys():
-        resize = size["height"], size["width"]
-        shape, mode = (crop["height"], crop["width"]) if crop else resize, "squash"
-    else:
+    geometry = _geometry(settings)
+    if geometry is None:
         raise InputError(
             f"the image processor of {name} prepares images in a way that is not supported here "
             f"(size {settings.get('size')}, crop_size {settings.get('crop_size')}): write a "
             "teacher of your own around the model, see ssl_kd.teachers.Network"
         )
+    shape = geometry.shape
+    resize = geometry.resize
     if image_size is not None:
         ratios = image_size / shape[0], image_size / shape[1]
         if isinstance(resize, int):
@@ -153,6 +137,42 @@ def processor_transform(
         # (scale * x - mean) / std with one division.
         mean=tuple(m / scale for m in mean),
         std=tuple(s / scale for s in std),
-        crop_mode=mode,
-        rounds_down=mode == "center" or crop is not None,
+        crop_mode=geometry.mode,
+        rounds_down=geometry.mode == "center" or _crop_of(settings) is not None,
     )
+
+
+class _Geometry(NamedTuple):
+    """How an image gets the shape of the input: `resize` and `mode` are those of `Transform`."""
+
+    shape: tuple[int, int]  # height and width of the input, in pixels
+    resize: int | tuple[int, int]
+    mode: Literal["center", "squash"]
+
+
+def _geometry(settings: dict[str, Any]) -> _Geometry | None:
+    """Return how an image processor resizes and crops; None if it does it in another way."""
+    size = settings.get("size") or {}
+    edge = size if isinstance(size, int) else size.get("shortest_edge")
+    share = settings.get("crop_pct")  # of ConvNeXt, which crops below 384 pixels only
+    if share is not None and edge is not None:
+        if edge < 384:
+            return _Geometry((edge, edge), int(edge / share), "center")
+        return _Geometry((edge, edge), (edge, edge), "squash")
+    if settings.get("do_pad") or not settings.get("do_resize", True):
+        return None
+    crop = _crop_of(settings)
+    if edge is not None and crop is not None:
+        return _Geometry(crop, edge, "center")
+    if isinstance(size, dict) and {"height", "width"} <= size.keys():
+        resize = size["height"], size["width"]
+        return _Geometry(crop or resize, resize, "squash")
+    return None
+
+
+def _crop_of(settings: dict[str, Any]) -> tuple[int, int] | None:
+    """Return height and width of the crop of an image processor; None if it does not crop."""
+    crop = settings.get("crop_size") if settings.get("do_center_crop") else None
+    if not crop:
+        return None
+    return (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])

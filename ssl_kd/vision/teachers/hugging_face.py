@@ -11,6 +11,9 @@ from urllib.parse import urlparse
 
 from ssl_kd.vision.teachers.base import TeacherUnavailable
 
+WAY = "check the name and the network, or give a folder with the model, hf:FOLDER"
+"""What to do if an encoder of texts or sounds cannot be loaded from the Hub."""
+
 
 def unavailable(name: str, error: BaseException, way: str | None = None) -> TeacherUnavailable:
     """Return the error that the weights of a teacher cannot be had, with the way to gated ones.

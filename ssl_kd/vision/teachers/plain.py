@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ssl_kd.core.errors import InputError
+from ssl_kd.vision.data.samples import NOUNS
 from ssl_kd.vision.teachers.base import Features, Pixels
 from ssl_kd.vision.teachers.request import Request
 
 _PIXELS_OF_FOLDERS = 32
+_EXAMPLES = {"image": "pixels", "text": "minilm", "audio": "resemblyzer"}
 
 
 def load_pixels(request: Request) -> Pixels:
@@ -28,8 +30,9 @@ def load_features(request: Request) -> Features:
     request.refuse_weights("has no weights")
     features: np.ndarray | None = getattr(request.dataset, "features", None)
     if features is None:
+        kind = getattr(request.dataset, "kind", "image")
         raise InputError(
-            "TEACHER is 'features', but the data set holds images: choose a teacher that embeds "
-            "images, such as pixels, or a data set of features"
+            f"TEACHER is 'features', but the data set holds {NOUNS[kind]}s: choose a teacher that "
+            f"embeds {NOUNS[kind]}s, such as {_EXAMPLES[kind]}, or a data set of features"
         )
     return Features(features.shape[1])

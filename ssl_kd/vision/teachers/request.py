@@ -44,3 +44,16 @@ class Request:
                 f"TEACHER_WEIGHTS is {os.fspath(self.weights)}, but the teacher {self.name!r} "
                 f"{why}: leave TEACHER_WEIGHTS at None"
             )
+
+    def refuse_image_options(self) -> None:
+        """Raise InputError if a setting is set that only teachers of images have."""
+        self.refuse_weights("has its own; a local model is hf:FOLDER")
+        for setting, value, default in (
+            ("IMAGE_SIZE", self.image_size, None),
+            ("TOKEN", self.token, "class"),
+        ):
+            if value != default:
+                raise InputError(
+                    f"{setting} is {value!r}, but the teacher {self.name!r} embeds no images: leave"
+                    f" {setting} at {default!r}"
+                )

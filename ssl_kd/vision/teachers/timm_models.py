@@ -71,7 +71,9 @@ def build_timm(
     """
     import timm
 
-    config, image_size, token = _timm_config(model_name), request.image_size, request.token
+    config = _timm_config(model_name)
+    image_size = request.image_size
+    token = request.token
     if config is not None and config.fixed_input_size:
         native = config.input_size[-2:]
         # DINOv2's configuration says 518, which costs 5 times the work of 224.

