@@ -12,11 +12,12 @@ import torch
 
 from ssl_kd.core.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
+from tests.media_runs import sound_run, text_run
 from tests.photos import photo_run
 from tests.reuse import equal_results_are_reused
 from tests.tiny import text_file, tiny
 
-__all__ = ["photo_run", "text_file", "tiny"]  # fixtures of many folders
+__all__ = ["photo_run", "sound_run", "text_file", "text_run", "tiny"]  # fixtures of many folders
 
 # Tensors in tests are small: more than two threads only wait for each other.
 torch.set_num_threads(min(2, torch.get_num_threads()))

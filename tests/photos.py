@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_kd.vision.report import run_images, write_report
+from ssl_kd.vision.report import run_samples, write_report
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 
@@ -55,5 +55,5 @@ def photo_run(tmp_path_factory) -> Path:
     save_digits(root / "photos", "train", slice(0, 600), (0, 1, 4))
     save_digits(root / "photos", "test", slice(600, 750), (0, 1, 4))
     done = run(photo_settings(root))
-    write_report(done, images=run_images(done))
+    write_report(done, samples=run_samples(done))
     return done

@@ -43,10 +43,10 @@ def _of_texts(path: Path) -> Path:
 
 def _of_clusters(path: Path) -> Path:
     from ssl_kd.vision.extend import DECIDED
-    from ssl_kd.vision.report import run_images, write_report
+    from ssl_kd.vision.report import run_samples, write_report
 
     decided = None
     if (path / DECIDED).is_file():
         what = f"A report with the decisions in {path / DECIDED}"
         decided = explorer.load("objects", "decided", what)(path)
-    return write_report(path, images=run_images(path), decided=decided)
+    return write_report(path, samples=run_samples(path), decided=decided)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as arrow
@@ -24,10 +24,13 @@ from ssl_kd.core.images.levels import Levels
 from ssl_kd.core.settings.early import DATASETS, home_resolved, run_folder
 from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.cache import EmbeddingStore
+from ssl_kd.vision.cluster_words import MOST_TEXTS, ClusterWords
 from ssl_kd.vision.data import FeatureDataset, ImageDataset, SampleDataset, open_dataset
 from ssl_kd.vision.data.catalog import open_rows
 from ssl_kd.vision.data.media import Rows
+from ssl_kd.vision.data.sounds import SoundFolder
 from ssl_kd.vision.data.tables import find_rows, open_table
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.model import has_pictures, read_object
 from ssl_kd.vision.sources import Source, SourceChanged, read_sources
 
@@ -36,6 +39,17 @@ logger = logging.getLogger(__name__)
 NEEDED = ("file", "cluster", "confidence", "split")
 JOINED, MEDIA = "metadata.parquet", "media.json"
 """Files of a run: columns that a user joined, one row per sample, and the column to show."""
+
+
+class SampleWords(NamedTuple):
+    """The words of some samples of a run."""
+
+    rows: NDArray[np.int64]
+    words: ClusterWords
+
+    def names(self, clusters: NDArray[np.integer]) -> dict[int, str]:
+        """Return cluster -> its distinctive words, for the clusters of all samples `[n]`."""
+        return self.words.names(clusters[self.rows])
 
 
 class Samples:
@@ -213,6 +227,44 @@ class Samples:
         """Return the path of a sample's picture; None if the picture is not a separate file."""
         picture = self._picture(row)
         return None if picture is None else picture[0].image_file(picture[1])
+
+    def text(self, row: int) -> str | None:
+        """Return the text or link that a sample is; None if the samples are neither.
+
+        Raises:
+            FileNotFoundError: the sample is no longer in the data set.
+        """
+        if (self.media or {}).get("kind") not in ("text", "url"):
+            return None
+        rows, place = self.row_of_data(row) or (None, 0)
+        return rows.text(place) if isinstance(rows, Rows) else None
+
+    def sound(self, row: int) -> tuple[str, bytes] | None:
+        """Return the type and content of the sound file that a sample is; None without one.
+
+        Raises:
+            FileNotFoundError: the sound does not exist any more, or has changed since the run.
+        """
+        if (self.media or {}).get("kind") != "audio":
+            return None
+        rows, place = self.row_of_data(row) or (None, 0)
+        return rows.sound(place) if isinstance(rows, Rows | SoundFolder) else None
+
+    @cached_property
+    def words(self) -> SampleWords | None:
+        """The words of the texts, or of 20,000 random ones; None if the samples are no texts."""
+        if (self.media or {}).get("kind") != "text":
+            return None
+        rows, texts = random_rows(len(self), MOST_TEXTS, 0), []
+        for row in rows.tolist():
+            try:
+                texts.append(self.text(row) or "")
+            except SourceChanged as error:
+                logger.warning("clusters are not named by the words of their texts: %s", error)
+                return None
+            except FileNotFoundError:  # the text has changed, as a warning says
+                texts.append("")
+        return SampleWords(rows, ClusterWords(texts))
 
     @cached_property
     def media(self) -> dict[str, str] | None:

@@ -473,7 +473,7 @@ def test_ctrl_c_during_the_report_prints_the_command_to_resume(
     def stop(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssl_kd.vision.report.write.run_images", stop)
+    monkeypatch.setattr("ssl_kd.vision.report.write.run_samples", stop)
     assert run_that(lambda settings, *, progress: tmp_path / "a") == 130
     assert capfd.readouterr().err.endswith(" train.py --resume --run_name a\n")
 

@@ -17,7 +17,7 @@ from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.new_clusters import comparable, find_new_clusters
-from ssl_kd.vision.report import run_images, write_report
+from ssl_kd.vision.report import run_samples, write_report
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
@@ -209,7 +209,7 @@ def test_images_are_embedded_by_the_runs_teacher_and_shown(tmp_path):
     done = extend(inherited(VisionSettings(**given), given))
     names = [row["label"] for row in assignments(done) if row["cluster"] == "3"]
     assert names and set(names) == {"class3"}
-    page = write_report(done, images=run_images(done)).read_text()
+    page = write_report(done, samples=run_samples(done)).read_text()
     assert "Cluster 3 (new) · class3" in page and "data:image/png" in page
 
 

@@ -28,7 +28,7 @@ from ssl_kd.vision.data import ArrayDataset
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
-from ssl_kd.vision.report import run_images, write_report
+from ssl_kd.vision.report import run_samples, write_report
 from ssl_kd.vision.report.results import read_assignments
 from ssl_kd.vision.report.tables import results_table
 from ssl_kd.vision.run import run, teacher_of
@@ -125,7 +125,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         settings(baselines=True),
         progress=lambda stage, at, total, info: stages.append((stage, at <= total)),
     )
-    assert run_images(done) is None  # a feature file has none
+    assert run_samples(done) is None  # a feature file has none
     names = "config.json metrics.jsonl events.jsonl metrics.json model.safetensors assignments.csv"
     names = {*names.split(), "arrays.npz", "sources.parquet", "checkpoint", "tensorboard", ".lock"}
     assert {path.name for path in done.iterdir()} == names
@@ -512,9 +512,9 @@ def test_unlabeled_images_run_to_the_end(settings, tmp_path, digits):
     assert not found["dataset"]["labelled"] and found["dataset"]["unreadable"] == 1
     assert all(row["acc"] is None for row in found["table"])
     assert found["knn_accuracy"] is None is found["linear_probe"]
-    images = run_images(done)
+    images = run_samples(done)
     assert images is not None
-    (picture,) = images([3])
+    (picture,) = images.load([3])
     assert np.array_equal(np.asarray(picture.convert("L")), digits[0][3])
 
 
@@ -706,8 +706,8 @@ def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path,
     with pytest.raises(InputError, match="2 columns of lists.*--column clip"):
         run(VisionSettings(**given))
     done = run(VisionSettings(**given, column="dino", run_name="a"))
-    pictures = run_images(done)
-    assert pictures is not None and [i is None for i in pictures([2, 3, 5])] == [0, 1, 1]
+    pictures = run_samples(done)
+    assert pictures is not None and [i is None for i in pictures.load([2, 3, 5])] == [0, 1, 1]
     with pytest.raises(FingerprintMismatch, match="was computed from something else"):
         run(VisionSettings(**given, column="clip"))
 

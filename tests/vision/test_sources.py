@@ -16,7 +16,7 @@ from ssl_kd.core.runs.folder import RunFolderError
 from ssl_kd.vision.data.identity import row_digests
 from ssl_kd.vision.data.tables import open_table
 from ssl_kd.vision.extend import extend, inherited
-from ssl_kd.vision.report import run_images
+from ssl_kd.vision.report import run_samples
 from ssl_kd.vision.run import run
 from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
@@ -170,8 +170,8 @@ def test_a_replaced_picture_is_refused(place, tmp_path, caplog, name):
     out = Run(samples).export("folders", tmp_path / "out", skip_missing=True)
     names = [path.name for path in out.rglob("*.bmp")]
     assert len(names) == N - 1 and "3.bmp" not in names
-    images = run_images(place / f"runs/{name}")
-    assert images is not None and [image is None for image in images([row, row + 1])] == [
+    images = run_samples(place / f"runs/{name}")
+    assert images is not None and [image is None for image in images.load([row, row + 1])] == [
         True,
         False,
     ]

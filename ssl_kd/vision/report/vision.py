@@ -7,12 +7,13 @@ import numpy as np
 
 from ssl_kd.core.pages import figures
 from ssl_kd.core.pages.wording import DASH, base_name, duration, facts, finite, number, percent
+from ssl_kd.vision.data.samples import NOUNS
 from ssl_kd.vision.data.usage import counted
 from ssl_kd.vision.evaluate import METRICS, collapsed, effective_clusters
 from ssl_kd.vision.evaluate.baselines import BASELINES
 from ssl_kd.vision.report.curves import curve_text, head_curves
 from ssl_kd.vision.report.decided import Decided
-from ssl_kd.vision.report.gallery import Images, gallery
+from ssl_kd.vision.report.gallery import ShownSamples, gallery
 from ssl_kd.vision.report.results import RunResults
 from ssl_kd.vision.report.tables import (
     classifier_rows,
@@ -26,14 +27,14 @@ BY_LABELS = "best head, chosen by labels"
 
 
 def content(
-    run: RunResults, images: Images | None, decided: Decided | None = None
+    run: RunResults, shown: ShownSamples | None, decided: Decided | None = None
 ) -> dict[str, Any]:
     """Return the values that the clustering template needs in addition to the frame's."""
     data, metrics = run.metrics.get("dataset", {}), run.metrics
     labeled = bool(data.get("labelled")) or any(
         finite(row.get("acc")) for row in metrics.get("table", [])
     )
-    noun = "image" if images is not None else "sample"
+    noun = "sample" if shown is None else NOUNS[shown.kind]
     sizes = {k: int(size) for k, size in enumerate(metrics.get("cluster_sizes", []))}
     if decided is not None:
         sizes = decided.sizes
@@ -54,7 +55,7 @@ def content(
         "table": _table(_rows_of(metrics)) if labeled else {"rows": [], "splits": []},
         "map": figures.cluster_map(points, on_map),
         "map_points": f"{len(points):,}",
-        "gallery": gallery(run, images, sizes, decided),
+        "gallery": gallery(run, shown, sizes, decided),
         **_sizes(sizes, metrics),
         "calibration": _calibration(run),
         "curves": head_curves(run.steps, [int(h["head"]) for h in heads if h.get("chosen")]),

@@ -10,13 +10,13 @@ from ssl_kd.core.pages import write as pages
 from ssl_kd.core.runs.clock import Progress
 from ssl_kd.vision.report import vision
 from ssl_kd.vision.report.decided import Decided
-from ssl_kd.vision.report.gallery import Images, run_images
+from ssl_kd.vision.report.gallery import ShownSamples, run_samples
 from ssl_kd.vision.report.results import RunResults
 from ssl_kd.vision.settings import VisionSettings
 
 
 def write_report(
-    run_dir: Path, *, images: Images | None = None, decided: Decided | None = None
+    run_dir: Path, *, samples: ShownSamples | None = None, decided: Decided | None = None
 ) -> Path:
     """Write `report.html` from the files of a run folder, and return its path.
 
@@ -24,8 +24,8 @@ def write_report(
 
     Args:
         run_dir: folder of the run; no other file in it changes.
-        images: loads the pictures of rows of the shown split; if it raises, the page says why it
-            has no pictures. None: the run has no pictures.
+        samples: loads the pictures, texts or sounds of rows of the shown split; if it raises, the
+            page says why it has none. None: the run has features.
         decided: the clusters and names after all decisions, of the shown split. None: the clusters
             of the run.
 
@@ -38,7 +38,7 @@ def write_report(
         clusters = arrow.array(decided.clusters)
         with_decisions = run.assignments.set_column(place, "cluster", clusters)
         run = dataclasses.replace(run, assignments=with_decisions)
-    content, defaults = vision.content(run, images, decided), VisionSettings().to_dict()
+    content, defaults = vision.content(run, samples, decided), VisionSettings().to_dict()
     return pages.write_page(
         run, ("ssl_kd.vision.report", "vision.html"), content, "report.html", defaults
     )
@@ -49,4 +49,6 @@ def reported(start: Callable[..., Path], progress: Progress) -> Path:
 
     A finished run that is resumed gets its report if it has none; RunFinished is raised if it has.
     """
-    return pages.reported(start, progress, lambda path: write_report(path, images=run_images(path)))
+    return pages.reported(
+        start, progress, lambda path: write_report(path, samples=run_samples(path))
+    )

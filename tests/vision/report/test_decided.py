@@ -9,7 +9,7 @@ import pytest
 
 from ssl_kd.cli import main
 from ssl_kd.core.pages.curves import MAX_POINTS, interval_means
-from ssl_kd.vision.report import Decided, run_images, write_report
+from ssl_kd.vision.report import Decided, run_samples, write_report
 from ssl_kd.vision.report.curves import curve_text
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.decisions import Curation
@@ -71,7 +71,7 @@ def test_the_map_and_the_typical_samples_are_those_after_the_decisions():
 
 
 def test_without_decisions_the_report_is_that_of_the_run(run):
-    write_report(run, images=run_images(run))
+    write_report(run, samples=run_samples(run))
     before = (run / "report.html").read_text()
     assert main(["report", str(run)]) == 0
     assert (run / "report.html").read_text() == before and 'id="decisions"' not in before
@@ -91,7 +91,7 @@ def test_clusters_without_samples_are_counted_apart_and_get_no_box(run):
         arrays = dict(file)
     rows = np.pad(arrays["typical"], ((0, 2), (0, 0)), constant_values=-1)
     np.savez(run / "arrays.npz", **(arrays | {"typical": rows}))
-    page = write_report(run, images=run_images(run)).read_text()
+    page = write_report(run, samples=run_samples(run)).read_text()
     empty = [str(k) for k, size in enumerate(sizes) if not size]
     n = len(sizes) - len(empty)
     assert f"images sorted into {n} clusters" in page

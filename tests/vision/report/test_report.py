@@ -16,8 +16,8 @@ from PIL import Image
 from ssl_kd.core.pages import figures
 from ssl_kd.vision.data import FolderDataset
 from ssl_kd.vision.evaluate import METRICS, Metric, calibration
-from ssl_kd.vision.report import run_images, write_report
-from ssl_kd.vision.report.gallery import thumbnail
+from ssl_kd.vision.report import run_samples, write_report
+from ssl_kd.vision.report.gallery import ShownSamples, thumbnail
 from ssl_kd.vision.sources import describe_source, write_sources
 from tests.vision.report.reading import (
     Reader,
@@ -98,8 +98,8 @@ def pictures(rows):
     return [Image.new("RGB", (40, 30), (4 * row, 0, 0)) for row in rows]
 
 
-def read(folder: Path, images=pictures) -> tuple[str, Reader]:
-    return write_and_read(folder, images=images)
+def read(folder: Path, load: Any = pictures) -> tuple[str, Reader]:
+    return write_and_read(folder, samples=None if load is None else ShownSamples("image", load))
 
 
 def test_the_calibration_of_the_confidence_is_summed_up(run):
@@ -224,7 +224,7 @@ def test_run_without_labels(run):
 
 
 def test_features_have_no_pictures(run):
-    _, page = read(run, images=None)
+    _, page = read(run, None)
     assert "60 samples in the right cluster" in page.text.replace("93.3 % of ", "")
     assert "this data has features, not images" in page.text
 
@@ -249,21 +249,21 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
     dataset = FolderDataset(folder, "my images", "train")
     rows: Any = SimpleNamespace(indices=torch.arange(1, N + 1))
     write_sources(run, {"train": describe_source(dataset, rows)})
-    images = run_images(run)
+    images = run_samples(run)
     assert images is not None
-    red = [np.asarray(image)[0, 0, 0] for image in images([0, 41, 7])]
+    red = [np.asarray(image)[0, 0, 0] for image in images.load([0, 41, 7])]
     assert red == pytest.approx([0, 164, 28], abs=8)
-    _, page = read(run, images)
+    _, page = read(run, images.load)
     assert page.tags.count("img") > K and "no pictures" not in page.text
 
     (folder / "img04.jpg").unlink()
-    _, page = read(run, images)
+    _, page = read(run, images.load)
     assert "no pictures: FileNotFoundError: the sample img04.jpg is no longer in" in page.text
     shutil.rmtree(folder)
-    _, page = read(run, images)
+    _, page = read(run, images.load)
     assert "There are no pictures: " in page.text and "my images" in page.text
     change(run, "metrics.json", dataset={"pictured": False})
-    assert run_images(run) is None
+    assert run_samples(run) is None
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_the_interval_of_k_is_below_the_headline(run):
 
 
 def test_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path):
-    _, page = read(tmp_path, images=None)
+    _, page = read(tmp_path, None)
     for what in (
         *("no table of scores", "no map", "no pictures"),
         *("no cluster sizes", "no loss curves", "no table of heads", "no settings"),
