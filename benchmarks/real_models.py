@@ -144,7 +144,7 @@ def trained(settings: LanguageSettings, texts: Path) -> Run:
 
 def rates(method: str) -> tuple[float, float]:
     """Return the learning rates to try; new weights need higher ones."""
-    return (1e-3, 3e-3) if NEW.items() <= METHODS[method].items() else (5e-4, 1e-3)
+    return (1e-3, 3e-3) if NEW.items() <= METHODS[method].items() else (1e-3, 2e-3)
 
 
 def missing(

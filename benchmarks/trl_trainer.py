@@ -3,11 +3,12 @@
     pip install trl
     python -m benchmarks.trl_trainer --vocabulary 4096 32000 128000 --threads 1 2 --shape 8x128
     python -m benchmarks.trl_trainer --kinds off --threads 1 --vocabulary 4096
+    python -m benchmarks.trl_trainer --kinds off --models smollm2 layers:3 --shape 4x128
 
-Every trainer trains a copy of one random student on the same random teacher and tokens, in fp32 on
-the CPU, through `train()`: TRL's with the unchanged transformers loop (data loading, clipping,
-AdamW, logging), ours with its guard. Our cross-entropy is computed and logged but has weight 0;
-TRL's trainers have none.
+Every trainer trains a copy of one random student on the same random teacher and tokens (--models:
+of a real one, on the source of the standard library), in fp32 on the CPU, through `train()`: TRL's
+with the unchanged transformers loop (data loading, clipping, AdamW, logging), ours with its guard.
+Our cross-entropy is computed and logged but has weight 0; TRL's trainers have none.
 
 - `off`: forward KL, off policy. TRL's DistillationTrainer gets the completions instead of
   generating them.
@@ -20,8 +21,9 @@ TRL's trainers have none.
 
 All trainers alternate; ratios are medians over rounds (middle half in parentheses), of the time and
 of the CPU time, which other programs disturb less. Memory is the increase of the peak resident set
-in a separate process. Losses are from the first step, before any update; for `on`, from a separate
-greedy training, so that all trainers see the same text.
+in a separate process, with and without the gradients and the two states of AdamW. Losses are from
+the first step, before any update, and from the last one; for `on`, from a separate greedy training,
+so that all trainers see the same text.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -61,25 +64,27 @@ from benchmarks.turns import header, in_turns, memory, middle_half, number_of, r
 from ssl_kd.core.precision import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.language.hf_trainer.distillation import collate
-from ssl_kd.language.models.causal import CausalLM
+from ssl_kd.language.models.causal import CausalLM, load_causal_lm
 from ssl_kd.language.models.frozen import FrozenTeacher
+from ssl_kd.language.models.student import build_student
 from ssl_kd.language.rollouts import RolloutBatches, Sampler
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.teachers.served import Served, ServedTeacher
 from ssl_kd.language.teachers.server import CompletionServer
-from ssl_kd.language.text.blocks import Blocks
+from ssl_kd.language.text.blocks import Blocks, make_blocks
+from ssl_kd.language.text.dataset import open_text
 from ssl_kd.language.train.loop import train
 from ssl_kd.language.train.step import Distiller
 from tests.served import Server
 
 RATE = 1e-4
-SIZES = {"prompt": 16, "top_k": 20, "steps": 2}  # tokens, and timed steps after a warm-up
+SIZES = {"prompt": 16, "top_k": 20}  # tokens
 Row = dict[str, Tensor]
 Times = tuple[float, float]
 """Seconds of time, and of CPU time."""
-Run = Callable[[bool], tuple[list[Times], float]]
-"""Trains once, greedily if the argument is true; returns the steps' end times and first loss."""
+Run = Callable[[bool], tuple[list[Times], list[float]]]
+"""Trains once, greedily if the argument is true; returns the steps' end times and losses."""
 
 
 def random_llama(size: str, vocabulary: int, seed: int) -> CausalLM:
@@ -106,11 +111,16 @@ def random_llama(size: str, vocabulary: int, seed: int) -> CausalLM:
 
 def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
     """Return teacher and student; they practically never sample EOS, so texts are equally long."""
+    if args.models:
+        teacher = load_causal_lm(args.models[0])
+        return teacher, build_student(args.models[1], teacher, seed=1)
     return random_llama("4x256", args.vocabulary, 0), random_llama("2x128", args.vocabulary, 1)
 
 
 def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
-    """Return random text `[batch, length]`; IDs below 3 are special tokens."""
+    """Return text `[batch, length]`, random for random models; IDs below 3 are special tokens."""
+    if args.models:
+        return make_blocks(open_text("stdlib"), teacher.tokenizer, args.length).ids[: args.batch]
     torch.manual_seed(0)
     return torch.randint(3, teacher.model.config.vocab_size, (args.batch, args.length))
 
@@ -141,12 +151,12 @@ def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) ->
         DataLoader(rows, args.batch, collate_fn=collator)
     )
 
-    def run(greedy: bool) -> tuple[list[Times], float]:
+    def run(greedy: bool) -> tuple[list[Times], list[float]]:
         if hasattr(trainer, "generation_config"):
             trainer.generation_config.do_sample = not greedy
         pace.ends.clear()
         trainer.train()
-        return pace.ends, next(x["loss"] for x in trainer.state.log_history if "loss" in x)
+        return pace.ends, [x["loss"] for x in trainer.state.log_history if "loss" in x]
 
     return run
 
@@ -216,7 +226,7 @@ def our_loop(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, kin
     batches = RolloutBatches(settings, blocks, rollouts, ends, seed=settings.seed)
     batches = batches if settings.on_policy else None
 
-    def run(greedy: bool) -> tuple[list[Times], float]:
+    def run(greedy: bool) -> tuple[list[Times], list[float]]:
         stamps, losses = [], []
         rollouts.temperature = 0.0 if greedy else 1.0
 
@@ -225,7 +235,7 @@ def our_loop(args: argparse.Namespace, teacher: CausalLM, student: CausalLM, kin
             losses.append(result.kd)
 
         train(distiller, blocks, args.steps + 1, rollouts=batches, on_step=record)
-        return stamps, losses[0]
+        return stamps, losses
 
     return run
 
@@ -362,12 +372,15 @@ def measure(kind: str, args: argparse.Namespace) -> None:
         name: make(args, teacher, copy.deepcopy(student)) for name, make in METHODS[kind].items()
     }
     losses = {name: run(True)[1] for name, run in runs.items()}  # warms up
+    ours = next(iter(losses.values()))
     times = in_turns(
         {name: lambda run=run: seconds_of(run) for name, run in runs.items()}, args.rounds
     )
     shape = ["--shape", args.shape, "--threads", str(args.threads)]
     shape += ["--vocabulary", str(args.vocabulary), "--url", args.url, "--memory_of", kind]
     peaks = {name: number_of("trl_trainer", *shape, name) for name in runs}
+    trained = sum(p.numel() for p in student.model.parameters())
+    state = 3 * 4 * trained / 2**20  # a gradient and two states of AdamW in float32
     first, peak = next(iter(times.values())), next(iter(peaks.values()))
     for name, seconds in times.items():
         turns = zip(seconds, first, strict=True)
@@ -376,7 +389,9 @@ def measure(kind: str, args: argparse.Namespace) -> None:
             *(f"{teacher.model.config.vocab_size:,}", f"{args.threads}", args.shape, kind, name),
             f"{1000 * statistics.median(wall for wall, _ in seconds):.0f}",
             *(middle_half(clock) for clock in zip(*ratios, strict=True)),
-            *(f"{peaks[name]:.0f}", f"{peaks[name] / peak:.2f}", f"{losses[name]:.6f}"),
+            *(f"{peaks[name]:.0f}", f"{peaks[name] / peak:.2f}", f"{peaks[name] - state:.0f}"),
+            *(f"{losses[name][0]:.6f}", f"{losses[name][-1]:.6f}"),
+            f"{max(abs(a / b - 1) for a, b in zip(losses[name], ours, strict=True)):.0e}",
         )
 
 
@@ -388,6 +403,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", help="cpu; `off` also runs on cuda")
     parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--models", nargs=2, metavar=("TEACHER", "STUDENT"), help="real ones")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps after a warm-up")
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(namespace=argparse.Namespace(**SIZES))
@@ -398,7 +415,8 @@ def main() -> None:
         print(f"{versions('trl', 'transformers')}\n")
         columns = ["vocabulary", "threads", "batch", "kind", "trainer", "ms per step"]
         columns += ["time relative to ours", "CPU time relative to ours", "extra peak MiB"]
-        header(*columns, "relative to ours", "first loss")
+        columns += ["relative to ours", "beyond gradients and AdamW", "first loss", "last loss"]
+        header(*columns, "largest relative difference of a loss")
     cells = itertools.product(args.vocabulary, args.threads, args.shape)
     for args.vocabulary, args.threads, args.shape in cells:
         args.batch, args.length = map(int, args.shape.split("x"))
@@ -406,7 +424,8 @@ def main() -> None:
             kind, name = args.memory_of
             torch.set_num_threads(args.threads)
             run = METHODS[kind][name](args, *models(args))
-            before = memory()["VmHWM"]
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+            before = memory()["VmRSS"]
             run(False)
             print(memory()["VmHWM"] - before)
             return
