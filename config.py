@@ -31,14 +31,16 @@ DOWNLOAD = False
 
 # --- Teacher and embeddings -----------------------------------------------------------------------
 
-# Frozen model that embeds the images, texts or sounds: pixels | dinov2 | dinov3 | siglip2 | pe |
-# radio | aimv2 | tipsv2 | clip | franca | efficientnet_lite0 | efficientnet_lite1 |
-# efficientnet_lite2 | timm:NAME | torchvision:NAME | open_clip:NAME | minilm (texts) | resemblyzer
-# (voices) | hf:NAME (transformers, for all three) | package.module.Class (your own) | features
-# (DATASET holds embeddings already). For photographs use dinov2; pixels only suits small aligned
-# images such as digits. Other sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are listed in
-# docs/images.md.
-TEACHER = "pixels"
+# Frozen model that embeds the images, texts or sounds: auto (chosen by the data) | pixels | dinov2
+# | dinov3 | siglip2 | pe | radio | aimv2 | tipsv2 | clip | franca | efficientnet_lite0 |
+# efficientnet_lite1 | efficientnet_lite2 | timm:NAME | torchvision:NAME | open_clip:NAME | minilm
+# (texts) | resemblyzer (voices) | hf:NAME (transformers, for all three) | package.module.Class
+# (your own) | features (DATASET holds embeddings already). With auto: pixels for small gray images
+# such as digits; for photographs dinov2 if its weights are cached or can be downloaded, else
+# efficientnet_lite0; for texts minilm, for sounds resemblyzer, for embeddings features. The run
+# says which one it took, and keeps it. Other sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are
+# listed in docs/images.md.
+TEACHER = "auto"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
 TEACHER_WEIGHTS = None
 # Width that the teacher's embeddings must have, at least 1; None: any. The run stops before it

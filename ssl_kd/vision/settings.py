@@ -82,15 +82,19 @@ class TeacherSettings(Settings):
     """Settings of the frozen model that embeds the samples, and of the embedding cache."""
 
     teacher: str = setting(
-        "pixels",
-        "frozen model that embeds the images, texts or sounds: pixels | dinov2 | dinov3 | siglip2 |"
-        " pe | radio | aimv2 | tipsv2 | clip | franca | efficientnet_lite0 | efficientnet_lite1 |"
-        " efficientnet_lite2 | timm:NAME | torchvision:NAME | open_clip:NAME | minilm (texts) |"
-        " resemblyzer (voices) | hf:NAME (transformers, for all three) | package.module.Class (your"
-        " own) | features (DATASET holds embeddings already)",
-        "For photographs use dinov2; pixels only suits small aligned images such as digits. Other"
-        " sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are listed in docs/images.md.",
-        choices=tuple(name for kind in KINDS for name in kind.names),
+        AUTO,
+        "frozen model that embeds the images, texts or sounds: auto (chosen by the data) | pixels |"
+        " dinov2 | dinov3 | siglip2 | pe | radio | aimv2 | tipsv2 | clip | franca |"
+        " efficientnet_lite0 | efficientnet_lite1 | efficientnet_lite2 | timm:NAME |"
+        " torchvision:NAME | open_clip:NAME | minilm (texts) | resemblyzer (voices) | hf:NAME"
+        " (transformers, for all three) | package.module.Class (your own) | features (DATASET holds"
+        " embeddings already)",
+        "With auto: pixels for small gray images such as digits; for photographs dinov2 if its"
+        " weights are cached or can be downloaded, else efficientnet_lite0; for texts minilm, for"
+        " sounds resemblyzer, for embeddings features. The run says which one it took, and keeps"
+        " it. Other sizes, such as dinov2_vitb14_reg or dinov3_vitl16, are listed in"
+        " docs/images.md.",
+        choices=(AUTO, *(name for kind in KINDS for name in kind.names)),
         forms=tuple(kind.form for kind in KINDS if kind.form is not None),
         known=tuple(name for kind in KINDS for name in kind.more),
         section="Teacher and embeddings",
@@ -142,8 +146,13 @@ class TeacherSettings(Settings):
     )
 
     def check_together(self) -> None:
-        """Raise SettingsError if EMBEDDING_DIM is not the width of the DINOv2 model in TEACHER."""
+        """Raise SettingsError if TEACHER does not fit TEACHER_WEIGHTS or EMBEDDING_DIM."""
         super().check_together()
+        if self.teacher == AUTO and self.teacher_weights is not None:
+            raise SettingsError(
+                f"TEACHER_WEIGHTS is {self.teacher_weights!r}, but TEACHER is 'auto': set TEACHER "
+                "to the model that these weights belong to"
+            )
         if self.teacher.startswith("dinov2"):
             size = "s" if self.teacher == "dinov2" else self.teacher.removeprefix("dinov2_vit")[0]
             self.check_width(self.teacher, DINOV2_WIDTHS[size] * TOKENS[self.token])
@@ -400,6 +409,8 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
         "rebuild_damaged",
         "workers",
     }
+
+    chosen_by_run: ClassVar[frozenset[str]] = frozenset({"teacher"})
 
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     instead: ClassVar[Mapping[str, str]] = INSTEAD

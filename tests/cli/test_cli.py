@@ -553,6 +553,7 @@ def other_than_default(cls, name):
 NEEDED = {  # what a setting is refused without
     "lora_target_modules": {"LORA_RANK": 2},
     "rollout_url": {"ON_POLICY": 0.5, "STUDENT_MODEL": "saved"},
+    "teacher_weights": {"TEACHER": "dinov2"},
 }
 
 

@@ -220,7 +220,7 @@ def test_images_are_embedded_by_the_runs_teacher_and_shown(tmp_path):
     ("given", "message"),
     [
         ({"n_clusters": 4}, "N_CLUSTERS is 4, expected 3 as in"),
-        ({"teacher": "dinov2"}, "TEACHER is 'dinov2', expected 'pixels'"),
+        ({"teacher": "dinov2"}, "TEACHER is 'dinov2', expected 'features'"),
         ({"resume": True}, "without --resume"),
     ],
 )

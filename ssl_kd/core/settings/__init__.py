@@ -324,6 +324,9 @@ class RunSettings(Settings):
         {"clear_cache_every_step", "report_to", "resume", "run_name", "runs_dir"}
     )
 
+    # Settings whose value `auto` a run replaces in its config.json by what it has chosen.
+    chosen_by_run: typing.ClassVar[frozenset[str]] = frozenset()
+
     aliases: typing.ClassVar[Mapping[str, str]] = ALIASES
     instead: typing.ClassVar[Mapping[str, str]] = INSTEAD
 
@@ -367,6 +370,19 @@ class RunSettings(Settings):
         if self.report_to == "auto":
             return {"tensorboard"} if importlib.util.find_spec("tensorboard") else set()
         return {self.report_to} - {"none"}
+
+    def agrees(self, name: str, saved: Any) -> bool:
+        """Return whether a setting has the value of a run, or leaves the choice to the run."""
+        value = getattr(self, name)
+        return value == saved or (name in self.chosen_by_run and value == "auto")
+
+    def with_choices(self, saved: Mapping[str, Any]) -> Self:
+        """Return the settings with what a run has chosen instead of `auto`.
+
+        `saved` are the settings in `config.json` of that run, by UPPER_CASE names.
+        """
+        chosen = {n: saved[n.upper()] for n in self.chosen_by_run if getattr(self, n) == "auto"}
+        return self.replace(**chosen)
 
     def check_together(self) -> None:
         """Raise SettingsError if RUN_NAME cannot be the name of a folder in RUNS_DIR."""

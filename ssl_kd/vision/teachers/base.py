@@ -42,10 +42,12 @@ class Teacher:
         weights_id: SHA-256 of the weights (see `weights_id`), or `none` without weights.
         transform_id: description of the preprocessing and of the token that is the embedding.
         device: device on which `embed` computes.
+        setting: value of TEACHER that loads it, which `load_teacher` sets; never `auto`.
     """
 
     kind: ClassVar[str] = "image"
     name: str
+    setting: str
     dim: int
     weights_id: str = "none"
     transform_id: str

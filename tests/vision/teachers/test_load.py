@@ -63,7 +63,7 @@ def test_features_need_a_feature_file():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "dinov"}, "TEACHER is 'dinov', but must be one of 'pixels'"),
+        ({"name": "dinov"}, "TEACHER is 'dinov', but must be one of 'auto'"),
         ({"name": "timm:"}, "TEACHER is 'timm:', but must be"),
         ({"name": "dinov2_vits14_rg"}, "Did you mean dinov2_vits14_reg?"),
         ({"name": "timm:resnet18foo"}, "did you mean resnet18"),
