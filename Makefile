@@ -18,13 +18,17 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train distill test lint docs bench doctor config dist clean
+.PHONY: help train photos distill test lint docs bench doctor config dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n_heads 16"
 	$(PY) train.py $(ARGS)
+
+photos: $(VENV)/.installed-demo ## Set up, then cluster photographs of a Debian package: make photos ARGS="--seed 1"
+	$(PY) scripts/photos.py data/photos $(if $(DEB),--deb "$(DEB)") # DEB: the package, if it is here
+	$(PY) train.py --dataset data/photos --labels folders --teacher efficientnet_lite0 $(ARGS)
 
 # Without a --preset of your own: SmolLM2-135M, which a package of 93 MB holds.
 PRESET := $(if $(findstring --preset,$(ARGS)),,--preset smollm2)
@@ -81,6 +85,11 @@ $(VENV)/.installed: $(NEEDS) | $(PY)
 	$(PIP) -e firstnan -e '.[$(EXTRAS)]' -e explore
 	@touch $@
 
+$(VENV)/.installed-demo: $(NEEDS) | $(PY)
+	@echo "Installing ssl_kd, what it needs and EfficientNet-Lite0 into $(VENV): several GB, minutes, once."
+	$(PIP) -e firstnan -e '.[$(EXTRAS),efficientnet]' -e explore
+	@touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-llm: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the language mode into $(VENV): several GB, minutes, once."
 	$(PIP) -e firstnan -e '.[$(EXTRAS),llm]' -e explore
@@ -95,7 +104,7 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed-llm
 $(VENV)/.installed-dev: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
 	$(PIP) -e firstnan -e '.[dev]' -e explore
-	@touch $@ $(VENV)/.installed $(VENV)/.installed-llm
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-demo $(VENV)/.installed-llm
 
 $(VENV)/.installed-site: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd and what its site is built with into $(VENV): once."

