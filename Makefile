@@ -26,8 +26,9 @@ help: ## Show this list
 train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n_heads 16"
 	$(PY) train.py $(ARGS)
 
+# Without a way to deb.debian.org: make photos DEB=FILE, a copy of the package.
 photos: $(VENV)/.installed-demo ## Set up, then cluster photographs of a Debian package: make photos ARGS="--seed 1"
-	$(PY) scripts/photos.py data/photos $(if $(DEB),--deb "$(DEB)") # DEB: the package, if it is here
+	$(PY) scripts/photos.py data/photos $(if $(DEB),--deb "$(DEB)")
 	$(PY) train.py --dataset data/photos --labels folders --teacher efficientnet_lite0 $(ARGS)
 
 # Without a --preset of your own: SmolLM2-135M, which a package of 93 MB holds.

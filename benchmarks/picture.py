@@ -1,4 +1,4 @@
-"""Draw the figure at the top of the README from a finished run.
+"""Draw the figure of docs/start.md from a finished run.
 
 `make train`, then
 
@@ -49,7 +49,7 @@ def picture(run: Path) -> Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the README's figure from a finished run.")
+    parser = argparse.ArgumentParser(description="Draw the map and typical images of a run.")
     parser.add_argument("run", type=Path)
     parser.add_argument("png", type=Path)
     args = parser.parse_args()
