@@ -46,6 +46,7 @@ class Cluster:
         name: name of the cluster, or an empty string.
         rows: row numbers of its samples `[size]`.
         confidence: mean confidence of its samples.
+        words: if it has no name and its samples are texts, the words that tell them apart.
     """
 
     run: Run
@@ -53,12 +54,14 @@ class Cluster:
     name: str
     rows: NDArray[np.int64]
     confidence: float
+    words: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        name = f" {self.name!r}" if self.name else ""
+        called = self.name or self.words
+        name = f" {called!r}" if called else ""
         return f"Cluster({self.number}{name}, {len(self):,} samples)"
 
     def _repr_html_(self) -> str:
@@ -154,9 +157,17 @@ class Run:
     @property
     def clusters(self) -> list[Cluster]:
         """All clusters that are not empty, sorted by number."""
-        names, confidence = self.curation.names, self.samples.column("confidence")
+        names, words = self.curation.names, self.curation.words
+        confidence = self.samples.column("confidence")
         return [
-            Cluster(self, number, names.get(number, ""), rows, float(confidence[rows].mean()))
+            Cluster(
+                self,
+                number,
+                names.get(number, ""),
+                rows,
+                float(confidence[rows].mean()),
+                words.get(number, ""),
+            )
             for number, rows in group_rows(self.curation.clusters, np.arange(len(self))).items()
         ]
 
@@ -343,7 +354,7 @@ def _table(clusters: Sequence[Cluster]) -> str:
         pictures = "".join(
             f'<img src="{image["source"]}" style="{_STYLES[image["kind"]]}">' for image in images
         )
-        cells = [cluster.number, html.escape(cluster.name), f"{len(cluster):,}"]
+        cells = [cluster.number, html.escape(cluster.name or cluster.words), f"{len(cluster):,}"]
         cells += [f"{cluster.confidence:.2f}", pictures]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     head = "".join(f"<th>{name}</th>" for name in ("cluster", "name", "size", "confidence", ""))

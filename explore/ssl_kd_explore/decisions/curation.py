@@ -74,6 +74,7 @@ class Curation:
         self.path = samples.path / FILE
         self.by = by
         self._digests: dict[int, str] = {}
+        self._words: tuple[NDArray[np.int64], dict[int, str]] | None = None  # for these clusters
         self._content, self._history = b"", History(samples)
         remove_orphans(self.path)
         self.refresh()
@@ -102,6 +103,25 @@ class Curation:
     def names(self) -> dict[int, str]:
         """Cluster number -> name, for the clusters that have a name."""
         return dict(sorted(self._history.state.names.items()))
+
+    @property
+    def words(self) -> dict[int, str]:
+        """Cluster number -> words that tell its texts apart, for clusters of texts without a name.
+
+        A cluster whose words are the name of another one gets its number as well.
+        """
+        clusters, names = self.clusters, self.names
+        samples_words = self.samples.words
+        if samples_words is None:
+            return {}
+        if self._words is None or not np.array_equal(self._words[0], clusters):
+            self._words = clusters, samples_words.names(clusters)
+        given = {name.casefold() for name in names.values()}
+        return {
+            cluster: f"{words} ({cluster})" if words.casefold() in given else words
+            for cluster, words in self._words[1].items()
+            if cluster not in names
+        }
 
     @property
     def sizes(self) -> dict[int, int]:

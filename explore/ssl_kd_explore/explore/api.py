@@ -11,13 +11,15 @@ _CLUSTER = {"cluster": int, "name": str, "size": int, "confidence": (float, None
             "agreement": (float, None), "checked": int, "typical": [int]}  # fmt: skip
 _NEAREST = {"cluster": int, "similarity": (float, None), "between": [int],
             "columns": [{"column": str, "here": str, "there": str}]}  # fmt: skip
-_DECISIONS = {"lines": [{"id": str, "time": str, "do": str, "undone": bool}], "names": {}}
+_DECISIONS = {"lines": [{"id": str, "time": str, "do": str, "undone": bool}], "names": {},
+              "words": {}}  # fmt: skip
 # Path -> what it returns, its parameters in the query, and the answer: a media type, or the shape
 # of a JSON value. A tuple lists alternatives, `[x]` is a list of x, and `object` is any value.
 ROUTES: dict[str, tuple[str, str, Any]] = {
     "data/meta.json": ("Number of samples, and names and kinds of columns", "",
                        {"samples": int, "table": [{"name": str, "kind": str}]}),
-    "data/decisions.json": ("All decisions, and the names of clusters", "", _DECISIONS),
+    "data/decisions.json": ("All decisions, the names of clusters, and words that name others", "",
+                            _DECISIONS),
     "api/rows": ("Rows that pass all filters, as little-endian uint32", "filter sort descending",
                  "application/octet-stream"),
     "api/cells": ("Values of columns", "rows columns", {"columns": [str], "rows": [[object]]}),
@@ -30,6 +32,8 @@ ROUTES: dict[str, tuple[str, str, Any]] = {
     "api/path/{row}": ("The path of the picture of a sample, or its name", "", {"path": str}),
     "api/media/{row}": ("The text, address or recording of a sample", "", "*/*"),
     "api/neighbors/{row}": ("The most similar samples, most similar first", "", [int]),
+    "api/search": ("The samples most similar to a text, by the teacher, most similar first", "text",
+                   {"rows": [int], "similarity": [float]}),
     "api/map.png": ("The map; clusters have their numbers", "color width", "image/png"),
     "api/version": ("Number of decisions, undone ones included", "", {"lines": int}),
     "api/schema": ("This document", "", {"openapi": str}),
@@ -44,11 +48,12 @@ _PARAMETERS = {
     "columns": (str, "Names of columns, separated by commas"),
     "column": (str, "Name of a column"),
     "color": (str, "Column that colors the map; default: cluster"),
+    "text": (str, "What to search for, at most 2,000 characters"),
     "side": (int, "Width and height in pixels, at most; default: 320"),
     "width": (int, "Width and height in pixels; default: 800"),
 }
 JSON = "application/json"
-_NEEDED = ("row", "cluster", "rows", "columns", "column")
+_NEEDED = ("row", "cluster", "rows", "columns", "column", "text")
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", None: "null"}
 
 

@@ -86,13 +86,15 @@ def write_page_data(
     put: Put,
     *,
     is_served: bool = False,
+    searches_texts: bool = False,
     pictures: int = 0,
     progress: Progress = no_progress,
 ) -> dict[str, str]:
     """Write the data of the page that decisions do not change: columns, file names, `meta.json`.
 
-    If a server `is_served` the page, the page has a table, whose cells the server sends. `pictures`
-    are written into sheets; 0 if a server serves single pictures.
+    If a server `is_served` the page, the page has a table, whose cells the server sends; it may
+    also search by the meaning of a text (`searches_texts`). `pictures` are written into sheets; 0
+    if a server serves single pictures.
 
     Returns:
         File -> name of the columns that do not come from the run and color the map: the page asks
@@ -126,6 +128,7 @@ def write_page_data(
         "examples": examples.tolist(),
         "images": first is not None,
         "media": samples.media,
+        "searches_texts": searches_texts,
         "tiny": is_tiny,
         "sheets": sheets,
     }
@@ -141,7 +144,9 @@ def decision_files(curation: Curation) -> dict[str, bytes]:
             line["rows"] = len(line["rows"])
     return {
         "clusters.i32": curation.clusters.astype("<i4").tobytes(),
-        "decisions.json": as_json({"lines": lines, "names": curation.names}),
+        "decisions.json": as_json(
+            {"lines": lines, "names": curation.names, "words": curation.words}
+        ),
     }
 
 

@@ -29,7 +29,7 @@ from ssl_kd.core.errors import InputError, UserError, printable
 from ssl_kd.core.runs.clock import Progress, no_progress
 from ssl_kd.vision.cache.neighbors import nearest_among, search_on
 from ssl_kd.vision.data import UnreadableImage
-from ssl_kd.vision.data.media import Rows, is_link
+from ssl_kd.vision.data.media import is_link
 from ssl_kd.vision.samples import Samples
 from ssl_kd_explore.cluster_pages import ClusterPages
 from ssl_kd_explore.decisions import Curation
@@ -48,6 +48,7 @@ from ssl_kd_explore.explore.page_data import (
     write_page_data,
 )
 from ssl_kd_explore.explore.routes import answer, is_number, parse_json
+from ssl_kd_explore.explore.text_search import TextSearch
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,15 @@ class ExploreServer(ThreadingHTTPServer):
             self.cookie = f"ssl_kd_explore_{self.server_port}"
             self.data: dict[str, bytes] = {}
             self.pages = ClusterPages(samples, self.curation)
+            self.text_search = TextSearch(samples)
             put = self.data.__setitem__
             self.own = write_page_data(
-                samples, self.pages.columns, put, is_served=True, progress=progress
+                samples,
+                self.pages.columns,
+                put,
+                is_served=True,
+                searches_texts=self.text_search.is_possible,
+                progress=progress,
             )
         except BaseException:
             self.server_close()
@@ -271,6 +278,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._media(self._row(name))
         if name.startswith("api/neighbors/"):
             return self._send(as_json(server.neighbors(self._row(name))), _TYPES["json"])
+        if name == "api/search":
+            if reason := server.text_search.obstacle:
+                raise _Refused(HTTPStatus.NOT_FOUND, reason)
+            found = server.text_search.find(dict(parse_qsl(query)).get("text", ""))
+            rows, similarities = [row for row, _ in found], [round(s, 4) for _, s in found]
+            return self._send(as_json({"rows": rows, "similarity": similarities}), _TYPES["json"])
         if name == "api/schema":
             return self._send(as_json(openapi()), _TYPES["json"])
         if name == "api/version":
@@ -333,16 +346,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _media(self, row: int) -> None:
         """Send a text or link of a sample as JSON, or its sound as it is."""
-        rows, place = self.server.samples.row_of_data(row) or (None, 0)
-        if not isinstance(rows, Rows) or rows.media is None:
-            raise _Refused(HTTPStatus.NOT_FOUND, "the samples have no texts, links or sounds")
-        if rows.kind != "audio":
-            text = rows.text(place)
+        samples = self.server.samples
+        if (text := samples.text(row)) is not None:
             kind = "url" if is_link(text) else "text"
             shown = {"kind": kind, kind: text[:SHOWN], "characters": len(text)}
             return self._send(as_json(shown), _TYPES["json"])
-        if (sound := rows.sound(place)) is None:
-            raise _Refused(HTTPStatus.NOT_FOUND, f"sample {row} has no sound that may be sent")
+        if (sound := samples.sound(row)) is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, f"sample {row} has no text, link or sound to send")
         self._send(sound[1], sound[0])
 
     def _send(

@@ -38,7 +38,7 @@ class Content:
     samples: Samples
     rows: NDArray[np.int64]  # row numbers of the exported samples [m], ascending
     clusters: NDArray[np.int64]  # of all samples of the run [n], after all decisions; -1: none
-    names: Mapping[int, str] = field(default_factory=dict)  # of the clusters that have a name
+    names: Mapping[int, str] = field(default_factory=dict)  # given, or words of a cluster's texts
     checked: NDArray[np.bool_] | None = None  # of all samples [n]; None: nothing was checked
     decisions: str = ""  # lines of curation.jsonl
 
@@ -69,7 +69,8 @@ class Content:
             )
         checked = curation.checked if curation.checked.any() else None
         decisions = "".join(json.dumps(line) + "\n" for line in lines)
-        return cls(samples, rows, after, curation.names, checked, decisions)
+        names = curation.words | curation.names
+        return cls(samples, rows, after, names, checked, decisions)
 
     def __len__(self) -> int:
         return len(self.rows)

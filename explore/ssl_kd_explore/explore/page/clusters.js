@@ -144,7 +144,7 @@ export class Clusters {
   async rename() {
     const { decide, decisions, nameOf } = this.app, [k] = this.meant;
     if (this.meant.length !== 1) return showMessage("Select or tick one cluster to rename it");
-    const name = await ask(`Name of ${nameOf(k)} (empty: none)`, decisions.names[k] ?? "");
+    const name = await ask(`Name of ${nameOf(k)} (empty: none)`, decisions.names[k] ?? decisions.words[k] ?? "");
     if (name !== null) await decide({ do: "rename", cluster: k, name });
   }
 

@@ -7,7 +7,7 @@ import { TOKEN, Table, get, post, readBytes, readCells } from "./data.js";
 import { Dock } from "./dock.js";
 import { follow } from "./follow.js";
 import { Lightbox } from "./lightbox.js";
-import { mediaElement } from "./media.js";
+import { isLarge, mediaElement, toggle } from "./media.js";
 import { $, ask, describe, make, makeDot, number, round, showMessage } from "./messages.js";
 import { Pictures, readWords, wordsElement } from "./pictures.js";
 import { Plot, bytesOfIndex } from "./plot.js";
@@ -18,7 +18,7 @@ const RESIZED = 200; // milliseconds until the map has its new size
 let meta, table, pictures, plot, clusters, dock, lightbox, ready = false, isDeciding = false;
 let showsExcluded = false;
 let color = "cluster", chosen = [], isChosen; // rows of the selected samples; isChosen: [n]
-let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, lines }
+let decisions; // { clusters: [n], sizes: number -> samples, names: number -> name, words: of the others, lines }
 
 // --- Decisions ----------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ const lastActive = () => decisions.lines.findLast((line) => !line.undone && line
 const undo = (id = lastActive()?.id) =>
   (id ? decide({ do: "undo", of: id }) : showMessage("There is nothing to undo"));
 
-const nameOf = (k) => (k < 0 ? "no cluster" : decisions.names[k] ?? `Cluster ${k}`);
+const nameOf = (k) => (k < 0 ? "no cluster" : decisions.names[k] ?? decisions.words[k] ?? `Cluster ${k}`);
 
 // --- The map ------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ function select(rows, zoom = false) {
 /** Show what is selected on the map. */
 function onSelected(rows) {
   for (const row of chosen) isChosen[row] = 0;
-  chosen = Uint32Array.from(rows);
+  chosen = Object.assign(Uint32Array.from(rows), { nearestTo: rows.nearestTo }); // a text, if they were searched by it
   for (const row of chosen) isChosen[row] = 1;
   showPanel();
   $("chosen").scrollTop = 0;
@@ -257,17 +257,25 @@ async function showSample(row) {
 /** Open the picture of a sample large; the others are those of the table, the pictures or the selection. */
 function view(row = chosen[0]) {
   if (row === undefined) return showMessage("Select a sample first");
-  if (!pictures.any) return showMessage("The samples have no pictures");
+  if (!pictures.any && !isLarge(meta)) return showMessage("The samples have no pictures, texts or sounds");
   const lists = [dock.listed, chosen.length > 1 ? chosen : dock.subset,
     [row, ...[...$("pictures").children].map(({ dataset }) => Number(dataset.row))]];
   return lightbox.open(row, lists.find((rows) => rows.includes(row)));
+}
+
+/** Play or stop the sound of the selected sample. */
+function play() {
+  const sound = $("sample").querySelector("audio");
+  if (!sound) return showMessage(meta.media?.kind === "audio" ? "Select one sound first" : "The samples are no sounds");
+  return toggle(sound);
 }
 
 function showPanel() {
   $("selected").hidden = !chosen.length;
   $("sample").replaceChildren();
   const one = chosen.length === 1;
-  $("selected-title").textContent = one ? "Sample" : `${number(chosen.length)} samples selected`;
+  $("selected-title").textContent = one ? "Sample" : chosen.nearestTo
+    ? `${number(chosen.length)} samples nearest to “${chosen.nearestTo}”` : `${number(chosen.length)} samples selected`;
   const counts = new Map();
   for (const row of chosen) {
     counts.set(decisions.clusters[row], (counts.get(decisions.clusters[row]) ?? 0) + 1);
@@ -275,7 +283,7 @@ function showPanel() {
   const order = [...counts].sort((a, b) => b[1] - a[1]);
   const more = order.length > 4 ? ` and ${order.length - 4} more clusters` : "";
   $("selected-about").textContent = one ? (TOKEN ? "Its nearest neighbors are below." : "")
-    : order.slice(0, 4).map(([k, count]) => `${number(count)} of ${nameOf(k)}`).join(", ") + more;
+    : order.slice(0, 4).map(([k, count]) => `${number(count)} of ${nameOf(k)}`).join("; ") + more;
   if (one) {
     $("pictures").replaceChildren();
     showSample(chosen[0]);
@@ -324,6 +332,7 @@ const decideOnChosen = (what) => () =>
 const exclude = decideOnChosen("exclude"), check = decideOnChosen("check");
 
 async function search() {
+  if ($("search-by").value === "meaning" && $("query").value.trim()) return searchMeaning($("query").value.trim());
   const text = $("query").value.trim().toLowerCase(), rows = [];
   if (TOKEN) await dock.search(text);
   else if (text) {
@@ -331,6 +340,24 @@ async function search() {
     select(rows.filter(isVisible), true);
   } else select([]);
   if (text) showMessage(chosen.length ? `${number(chosen.length)} found` : `Nothing contains “${text}”`);
+}
+
+/** Select the samples that the teacher finds most similar to a text, most similar first. */
+let asked;
+async function searchMeaning(text) {
+  const request = asked = {};
+  $("find").ariaBusy = true;
+  showMessage("Searching; the first search loads the teacher …", false, true);
+  try {
+    const { rows } = await (await get(`api/search?${new URLSearchParams({ text })}`)).json();
+    if (request !== asked) return; // a newer search has started
+    select(Object.assign(Uint32Array.from(rows.filter(isVisible)), { nearestTo: text }), true);
+    showMessage(`${number(chosen.length)} samples nearest to “${text}”`);
+  } catch (error) {
+    if (request === asked) showMessage(error.message, true, true);
+  } finally {
+    if (request === asked) $("find").ariaBusy = false;
+  }
 }
 
 function setLasso(on) {
@@ -345,7 +372,8 @@ const KEYS = [
   ["l", "lasso on or off; or drag with Shift", click("lasso")],
   ["Escape", "close the page of a cluster, or select nothing", () => { if (clusters.close()) return; setLasso(false); select([]); }],
   ["e", "example images on or off", click("examples")],
-  ["v", "open the picture of the selected sample large; ← and → go on", () => view()],
+  ["v", "open the selected picture, text or sound large; ← and → go on", () => view()],
+  ["p", "play or stop the selected sound", () => play()],
   ["/", "search", () => $("query").focus()],
   ["g", "go to the list of clusters; Space ticks or selects, Enter opens", () => clusters.focus()],
   ["?", "this list", showHelp],
@@ -428,7 +456,10 @@ async function start() {
   const ofRun = Object.keys(meta.columns).filter((name) => !meta.own.includes(name));
   $("color").replaceChildren(...options(["cluster", ...ofRun]), ...(meta.own.length
     ? [make("optgroup", { label: "Own columns" }, ...options(meta.own))] : []));
-  $("view").hidden = !pictures.any;
+  $("view").hidden = !pictures.any && !isLarge(meta);
+  $("search-by").hidden = !meta.searches_texts;
+  $("search-by").title = "Words: samples that contain the text. Meaning: samples that the teacher finds most similar to it";
+  if (!pictures.any) $("examples").hidden = true;
   const [index] = await Promise.all([readBytes("data/places.kd", bytesOfIndex(n)),
     get("data/decisions.json").then((answer) => answer.json()).then(readDecisions)]);
   $("loading-text").textContent = `Drawing ${number(n)} samples`;

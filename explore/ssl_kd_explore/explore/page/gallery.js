@@ -1,10 +1,11 @@
 // The pictures of the dock: all selected samples, most typical first. Only those in view are drawn.
 
 import { findRows, readCells } from "./data.js";
+import { playButton } from "./media.js";
 import { $, make, number } from "./messages.js";
 import { wordsElement } from "./pictures.js";
 
-const GAP = 6, HIGHEST = 1e7, STILL = 80; // pixels between pictures and of the highest element; milliseconds
+const GAP = 6, SOUND = 44, HIGHEST = 1e7, STILL = 80; // pixels between pictures, of a sound and of the highest element; milliseconds
 
 export class Gallery {
   constructor(box, dock) {
@@ -21,12 +22,12 @@ export class Gallery {
   /** Show rows, most typical first; all samples if there are none. */
   async show(rows) {
     this.order ??= findRows({}, "confidence", true); // decisions do not change it
-    const order = await this.order, isShown = new Uint8Array(order.length), { decisions, nameOf, isVisible } = this.dock.app;
+    const order = await this.order, text = rows.nearestTo, isShown = new Uint8Array(order.length), { decisions, nameOf, isVisible } = this.dock.app;
     for (const row of rows) isShown[row] = 1;
-    this.rows = rows.length ? order.filter((row) => isShown[row]) : order.filter(isVisible);
+    this.rows = text ? rows : order.filter(rows.length ? (row) => isShown[row] : isVisible);
     const k = decisions.clusters[rows[0]], isOne = rows.every((row) => decisions.clusters[row] === k);
     $("gallery-about").textContent = `${number(this.rows.length)} samples`
-      + `${!rows.length ? "" : isOne ? ` of ${nameOf(k)}` : " selected"}, most typical first`;
+      + (text ? `, nearest to “${text}” first` : `${!rows.length ? "" : isOne ? ` of ${nameOf(k)}` : " selected"}, most typical first`);
     if (this.subset !== rows) this.box.scrollTop = 0;
     this.subset = rows;
     this.clear();
@@ -39,9 +40,10 @@ export class Gallery {
   }
 
   draw() {
-    const { box, sheet, rows } = this, size = Number($("tile-size").value);
-    const wide = (this.dock.app.pictures.any ? size : 2 * size) + GAP, high = this.high = size + GAP;
-    const across = this.across = Math.max(1, Math.floor((sheet.clientWidth + GAP) / wide));
+    const { box, sheet, rows } = this, { pictures, meta } = this.dock.app, room = sheet.clientWidth + GAP;
+    const width = Number($("tile-size").value), size = pictures.any || meta.media?.kind !== "audio" ? width : SOUND;
+    const least = (pictures.any ? width : 2 * width) + GAP, high = this.high = size + GAP;
+    const across = this.across = Math.max(1, Math.floor(room / least)), wide = pictures.any ? least : room / across;
     const all = Math.ceil(rows.length / across) * high, height = Math.min(all, HIGHEST), view = box.clientHeight;
     sheet.style.height = `${height}px`;
     this.scale = height > view ? (all - view) / (height - view) : 1; // of places, if there are very many
@@ -73,7 +75,10 @@ export class Gallery {
     const cells = await readCells(unnamed.map(([at]) => this.rows[at]), [this.caption]);
     unnamed.forEach(([, tile], i) => {
       tile.title = tile.ariaLabel = cells[i][0] ?? "no text";
-      if (!tile.firstElementChild) tile.append(wordsElement(this.dock.app.meta, tile.title));
+      if (tile.firstElementChild) return;
+      const { meta } = this.dock.app, at = this.rows[unnamed[i][0]];
+      if (meta.media?.kind === "audio") tile.append(playButton(at));
+      tile.append(wordsElement(meta, tile.title));
     });
   }
 

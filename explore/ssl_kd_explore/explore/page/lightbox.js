@@ -1,6 +1,7 @@
-// One picture, large and whole, and the way to the ones before and after it in a list.
+// One picture, text or sound, large and whole, and the way to the ones before and after it in a list.
 
 import { TOKEN, get } from "./data.js";
+import { mediaElement } from "./media.js";
 import { $, make, number } from "./messages.js";
 
 const SIDE = 2048, COPIED = 1500; // pixels of a picture, at most; milliseconds
@@ -42,8 +43,11 @@ export class Lightbox {
     $("lightbox-previous").disabled = at === 0;
     $("lightbox-next").disabled = at === rows.length - 1;
     if (document.activeElement === document.body) $("lightbox-close").focus(); // the button was disabled
-    $("lightbox-picture").replaceChildren(this.picture(row));
-    if (TOKEN && at + 1 < rows.length) new Image().src = this.source(rows[at + 1]); // it is next
+    if (app.pictures.any) $("lightbox-picture").replaceChildren(this.picture(row));
+    if (TOKEN && app.pictures.any && at + 1 < rows.length) new Image().src = this.source(rows[at + 1]); // it is next
+    const media = app.pictures.any ? null : await mediaElement(app.meta, row, true);
+    if (rows !== this.rows || at !== this.at) return;
+    if (media) $("lightbox-picture").replaceChildren(media);
     const path = TOKEN ? (await (await get(`api/path/${row}`)).json()).path : await app.table.name(row);
     if (rows !== this.rows || at !== this.at) return;
     $("lightbox-path").textContent = path;
