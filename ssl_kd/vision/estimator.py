@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from firstnan.events import EventLog
+from ssl_kd.core.errors import brief
 from ssl_kd.core.files import CorruptFileError
 from ssl_kd.core.precision import Precision, default_torch_state
 from ssl_kd.core.runs.loop import run_loop
@@ -472,10 +473,19 @@ class MultiHeadClusterer(
 
     def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
         """Check X and convert it to a float32 tensor `[n, n_features]` on the CPU."""
-        # Values too large for float32 become infinity, for which validate_data raises.
-        with np.errstate(over="ignore"):
-            options = {"dtype": np.float32, "order": "C", "ensure_min_samples": 2 if reset else 1}
-            x = validate_data(self, as_array(X), reset=reset, **options)
+        options = {"dtype": np.float32, "order": "C", "ensure_min_samples": 2 if reset else 1}
+        try:
+            # Values too large for float32 become infinity, for which validate_data raises.
+            with np.errstate(over="ignore"):
+                x = validate_data(self, as_array(X), reset=reset, **options)
+        except ValueError as error:
+            if "could not convert string" not in str(error):
+                raise
+            raise ValueError(
+                f"X has texts ({brief(error)}); expected embeddings [n, n_features]: embed them first, "
+                "or cluster a table of texts with `ssl_kd train --dataset FILE.csv --column NAME "
+                "--teacher minilm`"
+            ) from error
         return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
 

@@ -81,6 +81,15 @@ def test_some_of_scikit_learns_checks(check):
     check("MultiHeadClusterer", small(n_heads=2, max_steps=25))
 
 
+@pytest.mark.parametrize("as_input", [list, np.array, lambda texts: [[text] for text in texts]])
+def test_texts_are_refused_with_the_way_to_cluster_them(as_input):
+    texts = as_input(["a good film", "dull", "fine"])
+    with pytest.raises(ValueError, match=r"X has texts \(.*a good film.*\)") as refusal:
+        small().fit(texts)
+    way = "ssl_kd train --dataset FILE.csv --column NAME --teacher minilm"
+    assert way in str(refusal.value)
+
+
 def test_parameters_are_the_settings_with_their_defaults():
     parameters = inspect.signature(MultiHeadClusterer).parameters
     defaults = {name: p.default for name, p in parameters.items()}

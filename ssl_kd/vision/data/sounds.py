@@ -98,7 +98,10 @@ def _read_other(content: io.BytesIO) -> tuple[NDArray[np.floating], int]:
         raise ValueError("it is no WAV file; pip install soundfile to read FLAC, OGG and MP3")
     import soundfile  # pyright: ignore[reportMissingImports]
 
-    return soundfile.read(content, dtype="float32")
+    try:
+        return soundfile.read(content, dtype="float32")
+    except soundfile.LibsndfileError as error:  # its text has the address of `content`
+        raise ValueError(error.error_string) from error
 
 
 def way_to_read(suffix: str) -> str | None:
