@@ -482,9 +482,9 @@ class MultiHeadClusterer(
             if "could not convert string" not in str(error):
                 raise
             raise ValueError(
-                f"X has texts ({brief(error)}); expected embeddings [n, n_features]: embed them first, "
-                "or cluster a table of texts with `ssl_kd train --dataset FILE.csv --column NAME "
-                "--teacher minilm`"
+                f"X has texts ({brief(error)}); expected embeddings [n, n_features]: embed the "
+                "texts first, or cluster a table of them with `ssl_kd train --dataset FILE.csv "
+                "--column NAME --teacher minilm`"
             ) from error
         return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
