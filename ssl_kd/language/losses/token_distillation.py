@@ -23,7 +23,12 @@ from ssl_kd.language.losses.teacher_output import (
     TeacherOutput,
     check_teacher,
 )
-from ssl_kd.language.losses.token_terms import TokenObjective, chunk_rows, summed_terms
+from ssl_kd.language.losses.token_terms import (
+    GradientSink,
+    TokenObjective,
+    chunk_rows,
+    summed_terms,
+)
 
 
 def token_kd(
@@ -263,6 +268,7 @@ def distillation_terms(
     chunk_tokens: int | None = None,
     teacher_weights: Sequence[float] | None = None,
     wait: bool = True,
+    give_weight_gradient: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of `linear_distillation`, or of `logits_distillation` if `weight` is None.
 
@@ -271,7 +277,8 @@ def distillation_terms(
     linear and have no bias, nor does the backward pass. Divergences below 0.002 nats then have an
     error of about 1e-6 nats in float32. The incoming gradients of the two sums must be proportional
     to `weights`, or None for an excluded sum; otherwise the gradients are NaN. On a CPU, reading a
-    value is free, so `wait` changes nothing.
+    value is free, so `wait` changes nothing. If `give_weight_gradient` is given, the backward pass
+    calls it with the gradient of `weight` instead of handing this gradient to autograd.
     """
     n, vocab = len(x), x.shape[-1] if weight is None else len(weight)
     kind = divergence_named(divergence)
@@ -303,7 +310,7 @@ def distillation_terms(
         logits = x if weight is None else F.linear(x, weight, bias)
         return clamped_distillation(legacy_clamp, logits, objective)
     weights = (weights[0] if targets is not None else 0.0, weights[1] if teachers else 0.0)
-    return summed_terms(x, weight, bias, objective, weights)
+    return summed_terms(x, weight, bias, objective, weights, give_weight_gradient)
 
 
 def _reads_are_free(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ than the forward pass expected, for example because the guard excluded one term.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ from ssl_kd.language.losses.teacher_output import (
     select_rows,
 )
 
+GradientSink = Callable[[Tensor], None]
+"""Takes a gradient; it is not copied, and may be changed later."""
 CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 16 MiB
 # Tokens on a GPU, at least. A chunk reads the head's weight and adds to its float32 gradient, 14
 # bytes an entry in bf16, and multiplies 6 times a token with it: as long on an H200 (990 TFLOP/s,
@@ -322,15 +324,18 @@ def summed_terms(
     bias: Tensor | None,
     objective: TokenObjective,
     weights: tuple[float, float],
+    give_weight_gradient: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of cross-entropies and of `T^2 D` of `x`, for autograd.
 
-    `x` are hidden states `[n, dim]`, or logits `[n, vocab]` if `weight` is None.
+    `x` are hidden states `[n, dim]`, or logits `[n, vocab]` if `weight` is None. If it is given,
+    `give_weight_gradient` gets the gradient of `weight`, and autograd gets none.
     """
     needs = tuple(
         torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
     )
-    return _Distillation.apply(x, weight, bias, objective, weights, needs)  # pyright: ignore
+    arguments = x, weight, bias, objective, weights, needs, give_weight_gradient
+    return _Distillation.apply(*arguments)  # pyright: ignore
 
 
 class _Distillation(torch.autograd.Function):
@@ -345,6 +350,7 @@ class _Distillation(torch.autograd.Function):
         objective: TokenObjective,
         weights: tuple[float, float],
         needs: tuple[bool, bool, bool],
+        give_weight_gradient: GradientSink | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # a term that was cut out has the gradient None
         with torch.autocast(x.device.type, enabled=False):
@@ -354,6 +360,7 @@ class _Distillation(torch.autograd.Function):
         ctx.objective = objective
         ctx.weights = weights
         ctx.needs = needs
+        ctx.give_weight_gradient = give_weight_gradient
         ctx.gradients = student.gradients
         ce, kd = terms.sum(1)
         return ce, kd
@@ -362,7 +369,7 @@ class _Distillation(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, *incoming: Tensor | None) -> Any:
         if all(g is None for g in incoming):
-            return (None,) * 6
+            return (None,) * 7
         x, weight, bias = ctx.saved_tensors
         # A term that was not computed has no gradient, whatever comes in for it.
         computed = ctx.objective.targets is not None, bool(ctx.objective.teachers)
@@ -384,11 +391,14 @@ class _Distillation(torch.autograd.Function):
                 compute_terms(student, objective, (weights[0], weights[1]))
                 gradients = student.gradients
         unscaled = isinstance(factor, float) and factor == 1
-        scaled = (
+        scaled = [
             None if g is None else (g if unscaled else g.mul_(factor)).to(like.dtype)
             for g, like in zip(gradients, (x, weight, bias), strict=True)
-        )
-        return *scaled, None, None, None
+        ]
+        if ctx.give_weight_gradient is not None and scaled[1] is not None:
+            ctx.give_weight_gradient(scaled[1])
+            scaled[1] = None
+        return *scaled, None, None, None, None
 
 
 def _scale(

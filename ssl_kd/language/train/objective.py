@@ -29,6 +29,7 @@ from ssl_kd.language.teachers.base import Teacher
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.rows_left_out import FirstPass, SickRows, overwritten, without
+from ssl_kd.language.train.tied_weight import TiedGradient, TiedLookups
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Objective:
             logger.info("%s", line)
         if settings.gradient_checkpointing:
             checkpoint_activations(student)
+        self.tied = TiedGradient()  # of the last forward pass
         self._linear = linear_head(student) is not None
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         ce = settings.alpha_ce if settings.learns_text else 0.0
@@ -153,6 +155,7 @@ class Objective:
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
             "wait": False,
+            "give_weight_gradient": self.tied.add if self.tied.is_looked_up else None,
         }
         if self.teacher.compares == "groups":
             assert isinstance(batch, AlignedBatch)  # the teacher has laid them out
@@ -231,7 +234,9 @@ class Objective:
         if (head := self.head) is None:
             logits = self.student(**batch.model_inputs(), use_cache=False).logits
             return _Outputs(None, logits.flatten(0, 1), None)
-        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
+        self.tied = TiedGradient()
+        with TiedLookups(head.weight, self.tied):
+            hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
         return _Outputs(hidden, None, head)
 
 

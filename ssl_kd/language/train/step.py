@@ -336,6 +336,7 @@ class Distiller(Objective):
             return self.weighted(terms)
 
         self.guard.backward(self.weighted(terms), again=without_rows)
+        self.tied.check()
         return {name: term.detach() for name, term in terms.items()}
 
     def _per_token(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
