@@ -69,15 +69,19 @@ def has_text_side(name: str, kind: str, *, token: str = "class", weights: Any = 
     if kind == "text":
         return True
     is_published = weights is None and token == "class"  # else the text encoder is another one's
-    is_known = name.startswith("open_clip:") or SHORT_NAMES.get(name, name) in OPEN_CLIP_MODELS
-    return kind == "image" and is_known and is_published
+    if kind != "image" or not is_published:
+        return False
+    if name.startswith("hf:"):
+        return "text_config" in _hf_config(name.partition(":")[2])
+    return name.startswith("open_clip:") or SHORT_NAMES.get(name, name) in OPEN_CLIP_MODELS
 
 
 def load_text_side(name: str, kind: str, fingerprint: Fingerprint) -> TextSide:
     """Load the text side of a teacher, for which `has_text_side` is True.
 
-    A teacher of texts embeds the query as it embedded the texts. Image towers of CLIP and SigLIP 2
-    get the text encoder of open_clip, to which they belong.
+    A teacher of texts embeds the query as it embedded the texts. Models of images and texts of
+    transformers and open_clip have a text encoder; image towers of CLIP and SigLIP 2 in timm get
+    that of open_clip.
 
     Args:
         name: value of the setting TEACHER.
@@ -93,6 +97,10 @@ def load_text_side(name: str, kind: str, fingerprint: Fingerprint) -> TextSide:
         teacher = load_teacher(name, dataset=_Texts())
         _check_same(teacher, fingerprint)
         return TextSide(lambda text: teacher.embed([teacher.preprocess(text)])[0])
+    if name.startswith("hf:"):
+        network: Any = load_teacher(name)
+        _check_same(network, fingerprint)
+        return TextSide(_hf_text(network.model, name))
     check_installed(["open_clip"], "open_clip", f"Search by text with the teacher {name!r}")
     if name.startswith("open_clip:"):
         tower: Any = load_teacher(name)
@@ -110,6 +118,41 @@ class _Texts:
     """Stands for a data set of texts, for which `hf:NAME` is an encoder of texts."""
 
     kind = "text"
+
+
+def _hf_config(source: str) -> dict[str, Any]:
+    """Return the configuration of a model of transformers that is on this machine; else empty."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(source, local_files_only=True)[0]
+    except (OSError, ValueError):
+        return {}
+
+
+def _hf_text(model: Any, name: str) -> Callable[[str], Tensor]:
+    """Return a function that embeds a text with a model of images and texts of transformers."""
+    from transformers import AutoTokenizer
+
+    if not hasattr(model, "get_text_features"):
+        raise InputError(f"{name} has no text encoder to compare texts with images")
+    try:
+        with offline_without_network():
+            tokenizer: Any = AutoTokenizer.from_pretrained(name.partition(":")[2])
+    except (OSError, ValueError, ImportError) as error:
+        raise unavailable(name, error, _WAY) from error
+    length = model.config.text_config.max_position_embeddings
+    options = {"padding": "max_length", "truncation": True, "max_length": length}
+
+    def embed(text: str) -> Tensor:
+        tokens = tokenizer([text], return_tensors="pt", **options)
+        # SigLIP was trained without a mask: its text encoder attends to the padding.
+        is_masked = not model.config.model_type.startswith("siglip")
+        mask = {"attention_mask": tokens["attention_mask"]} if is_masked else {}
+        output = model.get_text_features(input_ids=tokens["input_ids"], **mask)
+        return getattr(output, "pooler_output", output)[0]  # transformers 4 returns a tensor
+
+    return embed
 
 
 def _open_clip_model(name: str) -> tuple[Any, str]:

@@ -15,9 +15,10 @@ from ssl_kd.vision.teachers.text_side import (
     load_text_side,
 )
 from tests.tiny_encoders import sentence, text_encoder
+from tests.vision.teachers.test_hf_models import clip, saved, siglip, vit
 from tests.vision.teachers.test_open_clip_models import local
 
-__all__ = ["local"]
+__all__ = ["local", "saved"]
 
 
 def fingerprint_of(teacher):
@@ -103,6 +104,38 @@ def test_a_model_of_open_clip_compares_images_with_texts(local, monkeypatch):
     torch.testing.assert_close(side.similarities(side.query("a cat"), stored), expected)
     with pytest.raises(InputError, match="has changed since"):
         load_text_side(name, "image", Fingerprint(name, "0", "", "float32", ""))
+
+
+@pytest.mark.parametrize("make", [clip, siglip])
+def test_a_model_of_transformers_compares_images_with_texts(make, saved, tmp_path):
+    """The cosine is that of the logits of the whole model."""
+    transformers = pytest.importorskip("transformers")
+    model, _, name = saved(make)
+    assert has_text_side(name, "image") and not has_text_side(name, "image", token="patch")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(text_encoder(tmp_path / "tokenizer"))
+    tokenizer.save_pretrained(name.partition(":")[2])
+    teacher = load_teacher(name)
+    side = load_text_side(name, "image", fingerprint_of(teacher))
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    x = teacher.transform.normalize(images)  # pyright: ignore[reportAttributeAccessIssue]
+    length = {"clip": 77, "siglip": 64}[make.__name__]
+    tokens = tokenizer(["a red cat runs"], padding="max_length", max_length=length)
+    ids, mask = (torch.tensor(tokens[key]) for key in ("input_ids", "attention_mask"))
+    with torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask if make is clip else None, pixel_values=x)
+        expected = whole.logits_per_image[:, 0]
+        if make is siglip:
+            expected = expected - model.logit_bias
+        expected = expected / model.logit_scale.exp()
+    ours = side.similarities(side.query("a red cat runs"), teacher.embed(images))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    other = side.similarities(side.query("a blue dog sleeps"), teacher.embed(images))
+    assert not torch.allclose(ours, other, rtol=0, atol=5e-5)  # five times the tolerance above
+
+
+def test_an_image_model_without_texts_has_no_text_side(saved):
+    assert not has_text_side(saved(vit)[2], "image")
+    assert not has_text_side("hf:nobody/nothing-here", "image")
 
 
 def test_the_models_of_open_clip_exist():
