@@ -15,7 +15,8 @@ from ssl_kd.vision.teachers.text_side import (
     load_text_side,
 )
 from tests.tiny_encoders import sentence, text_encoder
-from tests.vision.teachers.test_hf_models import clip, saved, siglip, vit
+from tests.vision.teachers.test_hf_models import TEXT, VISION, saved, siglip, tf, vit
+from tests.vision.teachers.test_hf_models import clip as clip_of_images
 from tests.vision.teachers.test_open_clip_models import local
 
 __all__ = ["local", "saved"]
@@ -104,6 +105,14 @@ def test_a_model_of_open_clip_compares_images_with_texts(local, monkeypatch):
     torch.testing.assert_close(side.similarities(side.query("a cat"), stored), expected)
     with pytest.raises(InputError, match="has changed since"):
         load_text_side(name, "image", Fingerprint(name, "0", "", "float32", ""))
+
+
+def clip():
+    """Build a CLIP whose texts end with the token of the tiny tokenizer, at which it pools."""
+    config = tf.CLIPConfig(
+        vision_config=VISION, text_config=TEXT | {"eos_token_id": 3}, projection_dim=16
+    )
+    return tf.CLIPModel(config), clip_of_images()[1]
 
 
 @pytest.mark.parametrize("make", [clip, siglip])
