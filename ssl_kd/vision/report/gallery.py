@@ -17,7 +17,7 @@ from ssl_kd.core.errors import UnreadableSample, printable
 from ssl_kd.core.images.decode import decoded
 from ssl_kd.vision.cluster_words import MOST_TEXTS, ClusterWords
 from ssl_kd.vision.data.samples import NOUNS
-from ssl_kd.vision.data.sounds import Sound, read_sound, resampled
+from ssl_kd.vision.data.sounds import Sound, resampled
 from ssl_kd.vision.data.usage import counted
 from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.model import has_pictures
@@ -82,9 +82,9 @@ def shown_sample(samples: Samples, kind: str, row: int) -> Any:
         return decoded(samples.image, row)
     if kind == "text":
         return samples.text(row)
-    content = samples.sound(row)
+    data, place = samples.row_of_data(row) or (None, 0)
     try:
-        return None if content is None else read_sound(io.BytesIO(content[1]), str(row))
+        return None if data is None else data.sample(place)
     except UnreadableSample as error:
         logger.warning("a sound is left out: %s", error)
         return None
