@@ -5,7 +5,7 @@ import { playButton } from "./media.js";
 import { $, make, number } from "./messages.js";
 import { wordsElement } from "./pictures.js";
 
-const GAP = 6, SOUND = 44, HIGHEST = 1e7, STILL = 80; // pixels between pictures, of a sound and of the highest element; milliseconds
+const GAP = 6, SOUND = 44, LINE = 17.4, HIGHEST = 1e7, STILL = 80; // pixels between pictures, of a sound, of a line of text and of the highest element; milliseconds
 
 export class Gallery {
   constructor(box, dock) {
@@ -45,6 +45,7 @@ export class Gallery {
     const least = (pictures.any ? width : 2 * width) + GAP, high = this.high = size + GAP;
     const across = this.across = Math.max(1, Math.floor(room / least)), wide = pictures.any ? least : room / across;
     const all = Math.ceil(rows.length / across) * high, height = Math.min(all, HIGHEST), view = box.clientHeight;
+    sheet.style.setProperty("--lines", Math.max(1, Math.floor((size - 14) / LINE)));
     sheet.style.height = `${height}px`;
     this.scale = height > view ? (all - view) / (height - view) : 1; // of places, if there are very many
     const top = box.scrollTop * this.scale, first = Math.max(0, Math.floor(top / high) - 1) * across;

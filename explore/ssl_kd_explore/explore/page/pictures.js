@@ -1,7 +1,7 @@
 // The picture of a sample: from the server, or a part of a sheet of many.
 
 import { TOKEN, readCells } from "./data.js";
-import { makePath } from "./messages.js";
+import { make, makePath } from "./messages.js";
 
 export class Pictures {
   /** @param meta sheets: { rows: samples in order, tile, columns, per_sheet } of a static page */
@@ -37,8 +37,9 @@ export class Pictures {
   }
 }
 
-/** What shows such a text or file name: a path is cut in the middle. */
-export const wordsElement = (meta, text) => (meta.media?.kind === "text" ? text : makePath(text));
+/** What shows such a text or file name: a text is cut at a line, a path in the middle. */
+export const wordsElement = (meta, text) => (meta.media?.kind === "text"
+  ? make("span", { className: "words", textContent: text }) : makePath(text));
 
 /** The text or file name of samples (row -> text); a static page has none. */
 export async function readWords(meta, rows) {
