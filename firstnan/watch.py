@@ -339,11 +339,11 @@ class Watch:
             line = str(error).strip().partition("\n")[0]
             return Finding(None, note=f"not repeated: {type(error).__name__}: {line}")
         fault = scope.fault(*outputs)
-        outside = [g for g in call.gradients.values() if not are_finite([g])]
+        outside = {i: g for i, g in call.gradients.items() if not are_finite([g])}
         if fault is None and outside:
-            facts = "; ".join(str(TensorFacts.of(x)) for x in outputs)
+            facts = "; ".join(str(TensorFacts.of(outputs[i])) for i in outside if i < len(outputs))
             note = f"run again, the outputs are finite ({facts}), but the gradient there is not"
-            rows, words = _rows(TensorFacts.of(outside[0]), call)
+            rows, words = _rows(TensorFacts.of(next(iter(outside.values()))), call)
             return Finding(None, None, rows, note, words, is_outside=True)
         fault = fault or scope.fault(*gradients)
         if fault is None and not are_finite([p.grad for p in model.parameters()]):

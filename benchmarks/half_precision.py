@@ -1,0 +1,156 @@
+"""Train SmolLM2 in fp16 and bf16: a plain loop, the older scripts' settings, and the defaults.
+
+    python -m benchmarks.half_precision --model smollm2 --steps 200
+
+The student is SmolLM2-135M itself or, with --student layers:N, N of its layers; it learns from
+SmolLM2 on the source of Python's standard library. The CPU computes in fp16 and bf16 as a GPU does:
+products in half precision by autocast, a loss scale for fp16. (MODEL_DTYPE would replace fp16 on a
+CPU, where it is slow, so the benchmark sets the precision itself.)
+
+The plain loop is what scripts without a guard do: weights, softmax and AdamW in fp16 or bf16, with
+the older scripts' learning rate, temperature and weights. `firstnan` names the first operation with
+a non-finite output. The largest value of each module in the first forward pass, in fp32, says how
+far from 65,504 the model is before training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.distillation import measure
+from benchmarks.turns import header, row
+from firstnan.graph import origin_of
+from ssl_kd.core.precision import Precision
+from ssl_kd.language.models.causal import CausalLM, load_causal_lm
+from ssl_kd.language.models.student import build_student
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.settings.presets import PRESETS
+from ssl_kd.language.text.blocks import Blocks, make_blocks
+from ssl_kd.language.text.dataset import open_text
+from ssl_kd.language.train.step import precision_of
+
+OLDER = {k: v for k, v in PRESETS["stable"].items() if k not in ("batch_size", "block_size")}
+CLAMPED = {**OLDER, "legacy_clamp": "2.5:0.1:5.0", "grad_norm_threshold": 2.0}
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def largest_values(model: nn.Module, blocks: Blocks) -> list[tuple[str, float]]:
+    """Return the modules with the largest outputs in a forward pass, the largest first."""
+    largest: dict[str, float] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                largest[name] = float(output.abs().max())
+
+        return hook
+
+    hooks = [m.register_forward_hook(watch(name)) for name, m in model.named_modules()]
+    with torch.no_grad():
+        model(**blocks.batch(range(4)).model_inputs())
+    for hook in hooks:
+        hook.remove()
+    return sorted(largest.items(), key=lambda item: -item[1])
+
+
+def plain_loop(student: CausalLM, teacher: CausalLM, blocks: Blocks, dtype: torch.dtype) -> str:
+    """Train without a guard, all in one dtype; return what happened first."""
+    model, frozen = student.model.to(dtype).train(), teacher.model.to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), OLDER["learning_rate"], eps=1e-8)
+    t, (ce, kd) = OLDER["temperature"], (OLDER["alpha_ce"], OLDER["alpha_kd"])
+    for step in range(len(blocks)):
+        batch = blocks.batch([step])
+        inputs = batch.model_inputs()
+        with torch.no_grad():
+            p = (frozen(**inputs).logits / t).softmax(-1)
+        logits = model(**inputs).logits
+        q = (logits / t).softmax(-1)
+        divergence = (p * ((p + 1e-12).log() - (q + 1e-12).log())).sum(-1).mean()
+        targets = batch.input_ids[:, 1:].flatten()
+        loss = ce * F.cross_entropy(logits[:, :-1].flatten(0, 1), targets) + kd * t**2 * divergence
+        origin = None if loss.isfinite() else origin_of([loss], lambda _: False)
+        optimizer.zero_grad()
+        loss.backward()
+        bad = [name for name, p in model.named_parameters() if not p.grad.isfinite().all()]
+        if not loss.isfinite() or bad:
+            why = "" if origin is None else f", first {origin.fault}"
+            return (
+                f"step {step + 1}: loss {float(loss.detach()):.3g}, {len(bad)} bad gradients{why}"
+            )
+        optimizer.step()
+        if bad := [n for n, p in model.named_parameters() if not p.isfinite().all()]:
+            return f"step {step + 1}: {len(bad)} weights not finite after AdamW, first {bad[0]}"
+    return f"no bad value in {len(blocks)} steps"
+
+
+@contextmanager
+def computed_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make runs compute products in a dtype on the CPU, with a loss scale for fp16."""
+
+    def chosen(settings: Any) -> Precision:
+        ordinary = precision_of(settings)
+        return replace(ordinary, student=dtype, teacher=dtype, scale=dtype == torch.float16)
+
+    with patch("ssl_kd.language.run.precision_of", chosen):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--student", default="layers:30")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--block_size", type=int, default=64)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    teacher = load_causal_lm(args.model)
+    blocks = make_blocks(open_text("stdlib"), teacher.tokenizer, args.block_size)
+    header("module", "largest value", "of 65,504")
+    for name, value in largest_values(teacher.model, blocks)[:5]:
+        row(name or "the model", f"{value:,.0f}", f"{value / 65_504:.0%}")
+    print()
+    header("plain loop", "what happened first")
+    for dtype in HALVES:
+        student = build_student(args.student, load_causal_lm(args.model), seed=0)
+        first = plain_loop(
+            student, load_causal_lm(args.model), blocks.part(slice(args.steps)), dtype
+        )
+        row(str(dtype).removeprefix("torch."), first)
+    print()
+    settings = LanguageSettings(
+        teacher_model=args.model,
+        student_model=args.student,
+        max_steps=args.steps,
+        train_rows=args.steps * 2,
+        batch_size=2,
+        block_size=args.block_size,
+        eval_every=args.steps,
+        eval_rows=64,
+        generations=0,
+        report_to="none",
+    )
+    header("settings", "products", "perplexity before", "after", "steps used")
+    for name, changes in (("defaults", {}), ("older", OLDER), ("older, clamped", CLAMPED)):
+        for dtype in (torch.float32, *HALVES):
+            with computed_in(dtype):
+                run = measure(settings.replace(**changes))
+            after = run["perplexity"] or math.inf
+            row(
+                *(name, str(dtype).removeprefix("torch."), f"{run['before']:.2f}"),
+                *(f"{after:.2f}", f"{run['success_rate']:.1%}"),
+            )
+
+
+if __name__ == "__main__":
+    main()
