@@ -30,9 +30,11 @@ from torch import Tensor, nn
 
 from benchmarks.distillation import measure
 from benchmarks.turns import header, row
+from firstnan.diagnosis import diagnose
 from firstnan.graph import origin_of
 from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm
+from ssl_kd.language.models.finite import in_words
 from ssl_kd.language.models.student import build_student
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.presets import PRESETS
@@ -64,7 +66,21 @@ def largest_values(model: nn.Module, blocks: Blocks) -> list[tuple[str, float]]:
     return sorted(largest.items(), key=lambda item: -item[1])
 
 
-def plain_loop(student: CausalLM, teacher: CausalLM, blocks: Blocks, dtype: torch.dtype) -> str:
+def divergence_of(p: Tensor, logits: Tensor, *, by_log_softmax: bool) -> Tensor:
+    """Return the mean forward KL, from the logits or with a small number under the logarithms."""
+    if by_log_softmax:
+        return F.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1).mean()
+    return (p * ((p + 1e-12).log() - (logits.softmax(-1) + 1e-12).log())).sum(-1).mean()
+
+
+def plain_loop(
+    student: CausalLM,
+    teacher: CausalLM,
+    blocks: Blocks,
+    dtype: torch.dtype,
+    *,
+    by_log_softmax: bool,
+) -> str:
     """Train without a guard, all in one dtype; return what happened first."""
     model, frozen = student.model.to(dtype).train(), teacher.model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), OLDER["learning_rate"], eps=1e-8)
@@ -75,8 +91,7 @@ def plain_loop(student: CausalLM, teacher: CausalLM, blocks: Blocks, dtype: torc
         with torch.no_grad():
             p = (frozen(**inputs).logits / t).softmax(-1)
         logits = model(**inputs).logits
-        q = (logits / t).softmax(-1)
-        divergence = (p * ((p + 1e-12).log() - (q + 1e-12).log())).sum(-1).mean()
+        divergence = divergence_of(p, logits / t, by_log_softmax=by_log_softmax)
         targets = batch.input_ids[:, 1:].flatten()
         loss = ce * F.cross_entropy(logits[:, :-1].flatten(0, 1), targets) + kd * t**2 * divergence
         origin = None if loss.isfinite() else origin_of([loss], lambda _: False)
@@ -84,7 +99,11 @@ def plain_loop(student: CausalLM, teacher: CausalLM, blocks: Blocks, dtype: torc
         loss.backward()
         bad = [name for name, p in model.named_parameters() if not p.grad.isfinite().all()]
         if not loss.isfinite() or bad:
-            why = "" if origin is None else f", first {origin.fault}"
+            why = ""
+            if origin is not None:
+                fault = origin.fault
+                values = f"{fault.inputs[0]} -> {fault.outputs[0]}" if fault.inputs else ""
+                why = f"; first {in_words(fault, diagnose(fault))} ({values})"
             return (
                 f"step {step + 1}: loss {float(loss.detach()):.3g}, {len(bad)} bad gradients{why}"
             )
@@ -120,13 +139,14 @@ def main() -> None:
     for name, value in largest_values(teacher.model, blocks)[:5]:
         row(name or "the model", f"{value:,.0f}", f"{value / 65_504:.0%}")
     print()
-    header("plain loop", "what happened first")
-    for dtype in HALVES:
-        student = build_student(args.student, load_causal_lm(args.model), seed=0)
-        first = plain_loop(
-            student, load_causal_lm(args.model), blocks.part(slice(args.steps)), dtype
-        )
-        row(str(dtype).removeprefix("torch."), first)
+    header("plain loop", "dtype", "what happened first")
+    for name, by_log_softmax in (("log(softmax + 1e-12)", False), ("log_softmax", True)):
+        for dtype in HALVES:
+            student = build_student(args.student, teacher, seed=0)
+            chosen = blocks.part(slice(args.steps))
+            options = {"dtype": dtype, "by_log_softmax": by_log_softmax}
+            first = plain_loop(student, load_causal_lm(args.model), chosen, **options)
+            row(name, str(dtype).removeprefix("torch."), first)
     print()
     settings = LanguageSettings(
         teacher_model=args.model,

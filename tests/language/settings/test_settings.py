@@ -40,7 +40,7 @@ def test_presets_are_those_of_the_older_scripts():
         "balanced": (1e-5, 2.0, 0.1, 0.9, 0.5),
     }
     made = {name: LanguageSettings(**PRESETS[name]) for name in NOTES}
-    assert made.keys() == table.keys() == PRESETS.keys() - {"t4", "p100"}
+    assert made.keys() == table.keys() == PRESETS.keys() - {"t4", "p100", "smollm2", "small"}
     for name, settings in made.items():
         assert tuple(getattr(settings, number) for number in numbers) == table[name]
         assert (settings.batch_size, settings.block_size) == (1, 512)
@@ -52,6 +52,10 @@ def test_presets_are_those_of_the_older_scripts():
         half = name in ("fp16_safe", "balanced")
         assert settings.model_dtype == ("float16" if half else "auto")
     assert made["most_conservative"].max_steps == 1000
+
+
+def test_the_preset_small_is_the_defaults():
+    assert LanguageSettings(**PRESETS["small"]) == LanguageSettings()
 
 
 def test_a_preset_logs_its_difference_from_the_older_script(tmp_path, capsys):
