@@ -1,6 +1,6 @@
 """Train SmolLM2 in fp16 and bf16: a plain loop, the older scripts' settings, and the defaults.
 
-    python -m benchmarks.half_precision --model smollm2 --steps 200
+    python -m benchmarks.fp16 --model smollm2 --steps 200
 
 The student is SmolLM2-135M itself or, with --student layers:N, N of its layers; it learns from
 SmolLM2 on the source of Python's standard library. The CPU computes in fp16 and bf16 as a GPU does:
