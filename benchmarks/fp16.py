@@ -1,49 +1,35 @@
-"""Train SmolLM2 in fp16 and bf16: a plain loop, the older scripts' settings, and the defaults.
+"""Train SmolLM2 in fp16 and bf16 with the loop of many scripts; say what goes wrong first.
 
-    python -m benchmarks.fp16 --model smollm2 --steps 200
+    python -m benchmarks.fp16 --model smollm2 --steps 12
 
-The student is SmolLM2-135M itself or, with --student layers:N, N of its layers; it learns from
-SmolLM2 on the source of Python's standard library. The CPU computes in fp16 and bf16 as a GPU does:
-products in half precision by autocast, a loss scale for fp16. (MODEL_DTYPE would replace fp16 on a
-CPU, where it is slow, so the benchmark sets the precision itself.)
-
-The plain loop is what scripts without a guard do: weights, softmax and AdamW in fp16 or bf16, with
-the older scripts' learning rate, temperature and weights. `firstnan` names the first operation with
-a non-finite output. The largest value of each module in the first forward pass, in fp32, says how
-far from 65,504 the model is before training.
+SmolLM2-135M, or with --student layers:N a part of its layers, learns from SmolLM2 on the source of
+Python's standard library. Weights, softmax and AdamW are in fp16 or bf16, without a loss scale,
+with the learning rate, temperature and weights of the older scripts. The first operation with a
+non-finite output is read from the graph of the loss by `firstnan`. The largest value of each module
+in a forward pass in fp32 says how far from 65,504 the model is before training.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.distillation import measure
 from benchmarks.turns import header, row
 from firstnan.diagnosis import diagnose
 from firstnan.graph import origin_of
-from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm
 from ssl_kd.language.models.finite import in_words
 from ssl_kd.language.models.student import build_student
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.presets import PRESETS
 from ssl_kd.language.text.blocks import Blocks, make_blocks
 from ssl_kd.language.text.dataset import open_text
-from ssl_kd.language.train.step import precision_of
 
 OLDER = {k: v for k, v in PRESETS["stable"].items() if k not in ("batch_size", "block_size")}
-CLAMPED = {**OLDER, "legacy_clamp": "2.5:0.1:5.0", "grad_norm_threshold": 2.0}
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -113,23 +99,11 @@ def plain_loop(
     return f"no bad value in {len(blocks)} steps"
 
 
-@contextmanager
-def computed_in(dtype: torch.dtype) -> Iterator[None]:
-    """Make runs compute products in a dtype on the CPU, with a loss scale for fp16."""
-
-    def chosen(settings: Any) -> Precision:
-        ordinary = precision_of(settings)
-        return replace(ordinary, student=dtype, teacher=dtype, scale=dtype == torch.float16)
-
-    with patch("ssl_kd.language.run.precision_of", chosen):
-        yield
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--student", default="layers:30")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--block_size", type=int, default=64)
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
@@ -147,29 +121,6 @@ def main() -> None:
             options = {"dtype": dtype, "by_log_softmax": by_log_softmax}
             first = plain_loop(student, load_causal_lm(args.model), chosen, **options)
             row(name, str(dtype).removeprefix("torch."), first)
-    print()
-    settings = LanguageSettings(
-        teacher_model=args.model,
-        student_model=args.student,
-        max_steps=args.steps,
-        train_rows=args.steps * 2,
-        batch_size=2,
-        block_size=args.block_size,
-        eval_every=args.steps,
-        eval_rows=64,
-        generations=0,
-        report_to="none",
-    )
-    header("settings", "products", "perplexity before", "after", "steps used")
-    for name, changes in (("defaults", {}), ("older", OLDER), ("older, clamped", CLAMPED)):
-        for dtype in (torch.float32, *HALVES):
-            with computed_in(dtype):
-                run = measure(settings.replace(**changes))
-            after = run["perplexity"] or math.inf
-            row(
-                *(name, str(dtype).removeprefix("torch."), f"{run['before']:.2f}"),
-                *(f"{after:.2f}", f"{run['success_rate']:.1%}"),
-            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Distil SmolLM2-135M into students of fewer layers, with each loss at its best learning rate.
+"""Distill SmolLM2-135M into students of fewer layers, with each loss at its best learning rate.
 
     python -m benchmarks.real_models --data FOLDER --out students.jsonl
     python -m benchmarks.real_models --data FOLDER --out students.jsonl --table
