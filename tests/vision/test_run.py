@@ -793,7 +793,7 @@ def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path,
     with pytest.raises(FingerprintMismatch, match="was computed from something else"):
         run(VisionSettings(**given, column="clip"))
 
-    page = write_report(done, images=pictures).read_text(encoding="utf-8")
+    page = write_report(done, samples=pictures).read_text(encoding="utf-8")
     assert page.count("data:image/") > 10 and "There are no pictures" not in page
     samples = Samples(done)
     assert np.array_equal(np.asarray(samples.image(45)), images[45])  # held out

@@ -225,7 +225,9 @@ def test_compressed_sounds_are_read_by_soundfile(tmp_path, suffix):
     assert np.corrcoef(sound.samples, expected)[0, 1] > 0.99
     with pytest.raises(UnreadableSample, match=f"broken{suffix}"):
         data.sample(1)
-    kind, content = data.sound(0)
+    found = data.sound(0)
+    assert found is not None
+    kind, content = found
     assert kind == f"audio/{suffix[1:]}" and content == (tmp_path / f"a{suffix}").read_bytes()
 
 
