@@ -76,21 +76,31 @@ def records(file: Path, template: str) -> list[str]:
 
 def write_texts(data: Path, folder: Path) -> None:
     """Write `train.jsonl`, and held-out texts: of each source, and `all.jsonl`."""
-    folder.mkdir(parents=True, exist_ok=True)
     wiki = wikitext(data / "text/wikitext2_test.raw")
-    sides: list[list[list[str]]] = [[wiki[:-HELD_OUT]], [wiki[-HELD_OUT:]]]
-    for side, names in zip(sides, (("train", "train"), ("valid", "test")), strict=True):
-        story, problem = names
-        side.append(records(data / f"text/tinystories_{story}.jsonl", "{text}"))
-        template = "Question: {question}\nAnswer: {answer}"
-        side.append(records(data / f"gsm8k/{problem}.jsonl", template))
-    train, held_out = sides
-    size = min(sum(map(len, texts)) for texts in train)  # characters of each source
-    write(folder / "train.jsonl", mixed([up_to(texts, size) for texts in train]))
-    for name, texts in zip(SOURCES, held_out, strict=True):
+    problem = "Question: {question}\nAnswer: {answer}"
+    train = {
+        "WikiText-2": wiki[:-HELD_OUT],
+        "TinyStories": records(data / "text/tinystories_train.jsonl", "{text}"),
+        "GSM8K": records(data / "gsm8k/train.jsonl", problem),
+    }
+    held_out = {
+        "WikiText-2": wiki[-HELD_OUT:],
+        "TinyStories": records(data / "text/tinystories_valid.jsonl", "{text}"),
+        "GSM8K": records(data / "gsm8k/test.jsonl", problem),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "train.jsonl", mixed(list(train.values())))
+    write(folder / "all.jsonl", mixed(list(held_out.values())))
+    for name, texts in held_out.items():
         write(folder / f"{name}.jsonl", texts)
-    size = min(sum(map(len, texts)) for texts in held_out)
-    write(folder / "all.jsonl", mixed([up_to(texts, size) for texts in held_out]))
+
+
+def mixed(sources: Sequence[Sequence[str]]) -> list[str]:
+    """Return equal parts of all sources, by characters, in one random order."""
+    size = min(sum(map(len, texts)) for texts in sources)
+    texts = [text for source in sources for text in up_to(source, size)]
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 def up_to(texts: Sequence[str], size: int) -> list[str]:
@@ -104,13 +114,6 @@ def up_to(texts: Sequence[str], size: int) -> list[str]:
     return chosen
 
 
-def mixed(sources: Sequence[Sequence[str]]) -> list[str]:
-    """Return the texts of all sources in one random order."""
-    texts = [text for source in sources for text in source]
-    random.Random(0).shuffle(texts)
-    return texts
-
-
 def write(file: Path, texts: Sequence[str]) -> None:
     """Write a JSON Lines file with a record for each text."""
     lines = "".join(f"{json.dumps({'text': text})}\n" for text in texts)
@@ -118,7 +121,7 @@ def write(file: Path, texts: Sequence[str]) -> None:
 
 
 @torch.no_grad()
-def perplexities(model: str | Path, texts: Path, rows: int, size: int) -> dict[str, float]:
+def losses_by_source(model: str | Path, texts: Path, rows: int, size: int) -> dict[str, float]:
     """Return a model's mean negative log-likelihood on each source, in nats per token."""
     lm = load_causal_lm(model)
     losses = {}
@@ -136,7 +139,7 @@ def trained(settings: LanguageSettings, texts: Path) -> Run:
     """Train a student; return its scores, and those on each source."""
 
     def inspect(folder: Path) -> Run:
-        sources = perplexities(folder / "student", texts, SOURCE_ROWS, settings.block_size)
+        sources = losses_by_source(folder / "student", texts, SOURCE_ROWS, settings.block_size)
         return best_evaluation(folder) | {"sources": sources}
 
     return measure(settings, inspect)
@@ -166,23 +169,26 @@ def best_rate(runs: Sequence[Run], method: str) -> float:
 
 
 def print_table(runs: Sequence[Run], methods: Sequence[str]) -> None:
-    """Print a table of the methods, each at its best learning rate."""
+    """Print a table of the methods that were run, each at its best learning rate."""
+    done = {run["method"] for run in runs}
     chosen = {
         m: [r for r in runs if r["method"] == m and r["rate"] == best_rate(runs, m)]
         for m in methods
+        if m in done
     }
     alone = {run["seed"]: run["nll"] for run in chosen["CE alone"]}
     teacher = math.log(runs[0]["teacher"])
-    columns = ("method", "learning rate", "held-out perplexity", *SOURCES)
+    columns = ("method", "learning rate", "seeds", "held-out perplexity", *SOURCES)
     header(*columns, "gap closed, %", "seconds")
     for method, rows in chosen.items():
         closed = [100 * (alone[r["seed"]] - r["nll"]) / (alone[r["seed"]] - teacher) for r in rows]
         row(
-            *(method, f"{rows[0]['rate']:g}", spread((r["perplexity"] for r in rows), ".1f")),
+            *(method, f"{rows[0]['rate']:g}", f"{len(rows)}"),
+            spread((r["perplexity"] for r in rows), ".1f"),
             *(f"{math.exp(fmean(r['sources'][name] for r in rows)):.1f}" for name in SOURCES),
             *(spread(closed, ".1f"), f"{fmean(r['seconds'] for r in rows):.0f}"),
         )
-    print(f"\nteacher: perplexity {math.exp(teacher):.2f}; seeds: {len(alone)}")
+    print(f"\nteacher: perplexity {math.exp(teacher):.2f}")
 
 
 def main() -> None:

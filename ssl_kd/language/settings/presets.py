@@ -31,8 +31,8 @@ _OLD_CARD = {
     "block_size": 2048,
 }
 # `make distill`: SmolLM2-135M, with a third of its layers as the student, in about a quarter of an
-# hour on two cores. The layers that remain do not fit together, so the first steps matter most:
-# small batches and a high learning rate.
+# hour on two cores. At first the layers that remain do not fit together, which many small steps
+# mend sooner than few large ones.
 _SMOLLM2 = {
     "teacher_model": "smollm2",
     "teacher_cache": "auto",

@@ -53,16 +53,19 @@ class TiedLookups(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Replace `F.embedding` of the weight if it has a gradient."""
+        kwargs = kwargs or {}
+        is_plain = not any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse")))
         if (
             function is F.embedding
             and args[1] is self.weight
+            and is_plain
             and self.weight.requires_grad
             and torch.is_grad_enabled()
         ):
             self.gradient.is_looked_up = True
-            ignored = (kwargs or {}).get("padding_idx")
+            ignored = kwargs.get("padding_idx")
             return _Lookup.apply(args[0], self.weight, self.gradient, ignored)
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 class _Lookup(torch.autograd.Function):
