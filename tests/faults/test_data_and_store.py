@@ -243,7 +243,8 @@ def test_awkward_images_are_decoded_or_named(settings, tmp_path, train_py):
     (folder / "cut.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:300])
     (folder / "noise.png").write_bytes(np.random.bytes(200))
     (folder / "empty.png").write_bytes(b"")
-    images = settings(dataset=str(folder), image_size=8, n_clusters=2, run_name="a")
+    options = {"teacher": "pixels", "image_size": 8, "n_clusters": 2}
+    images = settings(dataset=str(folder), run_name="a", **options)
 
     code, error = train_py(images)
     assert code == 0, error

@@ -29,7 +29,7 @@ from ssl_kd.language.teachers.base import Teacher
 from ssl_kd.language.text.aligned import AlignedBatch
 from ssl_kd.language.text.blocks import Batch
 from ssl_kd.language.train.rows_left_out import FirstPass, SickRows, overwritten, without
-from ssl_kd.language.train.tied_weight import TiedGradient, TiedLookups
+from ssl_kd.language.train.tied_weight import TiedGradient, tied_lookups
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,8 @@ class Objective:
             logits = self.student(**batch.model_inputs(), use_cache=False).logits
             return _Outputs(None, logits.flatten(0, 1), None)
         self.tied = TiedGradient()
-        with TiedLookups(head.weight, self.tied):
+        embedding = without_adapters(self.student).get_input_embeddings()
+        with tied_lookups(embedding, head.weight, self.tied):
             hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
         return _Outputs(hidden, None, head)
 

@@ -8,11 +8,13 @@ head, in place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
@@ -42,9 +44,40 @@ class TiedGradient:
             )
 
 
-class TiedLookups(TorchFunctionMode):
-    """Within this context, embeddings from `weight` pass their gradient to a `TiedGradient`."""
+@contextmanager
+def tied_lookups(embedding: nn.Module, weight: Tensor, gradient: TiedGradient) -> Iterator[None]:
+    """Within this context, look-ups in `weight` pass their gradient to `gradient`.
 
+    Args:
+        embedding: the module that looks rows up; one with another weight is left alone.
+        weight: weight of the output head, `[vocab, dim]`.
+        gradient: the gradient of this pass.
+    """
+    if getattr(embedding, "weight", None) is not weight:
+        yield
+        return
+    mode = _Lookups(weight, gradient)
+
+    def enter(*_: Any) -> None:
+        mode.__enter__()
+
+    def leave(*_: Any) -> None:
+        mode.__exit__(None, None, None)
+
+    # Only while the embedding runs: the mode is a line of Python between all operations and their
+    # callers, and a fault is reported at the innermost line.
+    hooks = [
+        embedding.register_forward_pre_hook(enter),
+        embedding.register_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Lookups(TorchFunctionMode):
     def __init__(self, weight: Tensor, gradient: TiedGradient) -> None:
         super().__init__()
         self.weight, self.gradient = weight, gradient
@@ -52,7 +85,6 @@ class TiedLookups(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Replace `F.embedding` of the weight if it has a gradient."""
         kwargs = kwargs or {}
         is_plain = not any(map(kwargs.get, ("max_norm", "scale_grad_by_freq", "sparse")))
         if (

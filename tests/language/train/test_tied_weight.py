@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from ssl_kd.language.losses.token_distillation import distillation_terms  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.train import objective  # noqa: E402
-from ssl_kd.language.train.tied_weight import TiedGradient, TiedLookups  # noqa: E402
+from ssl_kd.language.train.tied_weight import TiedGradient, tied_lookups  # noqa: E402
 
 IDS = torch.tensor([[3, 1, 3, 0], [7, 3, 2, 0]])
 
@@ -23,7 +23,7 @@ def gradient_of(embedding, tied=None, *, detached=False):
     if tied is None:
         hidden = embedding(IDS)
     else:
-        with TiedLookups(embedding.weight, tied):
+        with tied_lookups(embedding, embedding.weight, tied):
             hidden = embedding(IDS)
         give = tied.add
     hidden = (hidden.detach() if detached else hidden).flatten(0, 1).tanh()
@@ -60,13 +60,23 @@ def test_the_total_becomes_the_gradient_without_a_copy():
 
 def test_other_weights_and_no_grad_are_left_to_autograd():
     embedding, other, tied = nn.Embedding(9, 4), nn.Embedding(9, 4), TiedGradient()
-    with TiedLookups(embedding.weight, tied):
+    renormed = nn.Embedding(9, 4, max_norm=1.0)
+    with tied_lookups(embedding, embedding.weight, tied), torch.no_grad():
+        embedding(IDS)
+    with tied_lookups(other, embedding.weight, tied):
         other(IDS).sum().backward()
-        with torch.no_grad():
-            embedding(IDS)
-        nn.functional.embedding(IDS, embedding.weight, max_norm=1.0)
+    with tied_lookups(renormed, renormed.weight, tied):
+        renormed(IDS)
     assert not tied.is_looked_up
-    assert other.weight.grad[3].eq(3).all()
+    assert other.weight.grad is not None and other.weight.grad[3].eq(3).all()
+
+
+def test_an_error_in_the_embedding_leaves_no_mode_behind():
+    embedding, tied = nn.Embedding(9, 4), TiedGradient()
+    with tied_lookups(embedding, embedding.weight, tied), pytest.raises(IndexError):
+        embedding(IDS + 9)
+    assert torch.overrides._get_current_function_mode() is None
+    assert not embedding._forward_hooks and not embedding._forward_pre_hooks
 
 
 def test_a_gradient_that_nobody_took_is_an_error():
@@ -86,7 +96,7 @@ def test_a_tied_student_has_the_gradients_of_autograd(tiny, monkeypatch):
 
     distiller, ours = gradients()
     assert distiller.tied.is_looked_up
-    monkeypatch.setattr(objective, "TiedLookups", lambda *_: nullcontext())
+    monkeypatch.setattr(objective, "tied_lookups", lambda *_: nullcontext())
     distiller, expected = gradients()
     assert not distiller.tied.is_looked_up
     for one, other in zip(ours, expected, strict=True):
