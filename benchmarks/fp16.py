@@ -68,9 +68,10 @@ def plain_loop(
     by_log_softmax: bool,
 ) -> str:
     """Train without a guard, all in one dtype; return what happened first."""
-    model, frozen = student.model.to(dtype).train(), teacher.model.to(dtype)
+    model = student.model.to(dtype).train()
+    frozen = teacher.model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), OLDER["learning_rate"], eps=1e-8)
-    t, (ce, kd) = OLDER["temperature"], (OLDER["alpha_ce"], OLDER["alpha_kd"])
+    t = OLDER["temperature"]
     for step in range(len(blocks)):
         batch = blocks.batch([step])
         inputs = batch.model_inputs()
@@ -79,7 +80,8 @@ def plain_loop(
         logits = model(**inputs).logits
         divergence = divergence_of(p, logits / t, by_log_softmax=by_log_softmax)
         targets = batch.input_ids[:, 1:].flatten()
-        loss = ce * F.cross_entropy(logits[:, :-1].flatten(0, 1), targets) + kd * t**2 * divergence
+        cross_entropy = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        loss = OLDER["alpha_ce"] * cross_entropy + OLDER["alpha_kd"] * t**2 * divergence
         origin = None if loss.isfinite() else origin_of([loss], lambda _: False)
         optimizer.zero_grad()
         loss.backward()

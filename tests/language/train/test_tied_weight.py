@@ -79,7 +79,7 @@ def test_an_error_in_the_embedding_leaves_no_mode_behind():
     assert not embedding._forward_hooks and not embedding._forward_pre_hooks
 
 
-def test_a_gradient_that_nobody_took_is_an_error():
+def test_a_gradient_that_was_not_passed_on_is_an_error():
     embedding, tied = nn.Embedding(9, 4), TiedGradient()
     assert gradient_of(embedding, tied, detached=True) is None
     with pytest.raises(RuntimeError, match="tie_word_embeddings=False"):
