@@ -1,36 +1,61 @@
 """Train SmolLM2 in fp16 and bf16 with the loop of many scripts; say what goes wrong first.
 
     python -m benchmarks.fp16 --model smollm2 --steps 12
+    python -m benchmarks.fp16 --model smollm2 --long 200
 
 SmolLM2-135M, or with --student layers:N a part of its layers, learns from SmolLM2 on the source of
 Python's standard library. Weights, softmax and AdamW are in fp16 or bf16, without a loss scale,
 with the learning rate, temperature and weights of the older scripts. The first operation with a
 non-finite output is read from the graph of the loss by `firstnan`. The largest value of each module
 in a forward pass in fp32 says how far from 65,504 the model is before training.
+
+`--long` trains the model itself for that many steps under the guard, with the settings of the older
+scripts (with their bounds on logits, loss and gradient) and with the defaults, and compares
+perplexities on held-out text. CPUs without fp16 arithmetic are very slow at fp16 matrix products,
+so these are computed in fp32 and rounded to fp16, as tensor cores do.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.turns import header, row
 from firstnan.diagnosis import diagnose
 from firstnan.graph import origin_of
+from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm
 from ssl_kd.language.models.finite import in_words
+from ssl_kd.language.models.frozen import FrozenTeacher
 from ssl_kd.language.models.student import build_student
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.settings.presets import PRESETS
+from ssl_kd.language.teachers.live import Live
 from ssl_kd.language.text.blocks import Blocks, make_blocks
 from ssl_kd.language.text.dataset import open_text
+from ssl_kd.language.train.loop import train
+from ssl_kd.language.train.step import Distiller
 
 OLDER = {k: v for k, v in PRESETS["stable"].items() if k not in ("batch_size", "block_size")}
+BOUNDS = {"legacy_clamp": "2.5:0.1:5.0", "grad_norm_threshold": 2.0}
 HALVES = (torch.float16, torch.bfloat16)
+CPU = Precision.for_device("cpu")
+PRECISIONS = {
+    "float32": replace(CPU, student=torch.float32, teacher=torch.float32, scale=False),
+    "bfloat16": replace(CPU, student=torch.bfloat16, teacher=torch.bfloat16, scale=False),
+    "float16": replace(CPU, student=torch.float16, teacher=torch.float16, scale=True),
+}
+HELD_OUT = 64  # rows
 
 
 def largest_values(model: nn.Module, blocks: Blocks) -> list[tuple[str, float]]:
@@ -101,16 +126,83 @@ def plain_loop(
     return f"no bad value in {len(blocks)} steps"
 
 
+class RoundedProducts(TorchDispatchMode):
+    """Compute matrix products of fp16 in fp32, and round the results to fp16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, options = func.overloadpacket, kwargs or {}
+        if op.__name__ not in ("mm", "bmm", "addmm", "baddbmm") or args[0].dtype != torch.float16:
+            return func(*args, **options)
+        out = options.pop("out", None)
+        product = op(*tree_map_only(Tensor, Tensor.float, args), **options).half()
+        return product if out is None else out.copy_(product)
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, blocks: Blocks) -> float:
+    """Return the perplexity of a model in fp32."""
+    total = count = 0.0
+    for first in range(0, len(blocks), 8):
+        batch = blocks.batch(range(first, min(first + 8, len(blocks))))
+        logits = model(**batch.model_inputs()).logits[:, :-1].float()
+        counts = batch.counts[:, 1:]
+        targets = batch.input_ids[:, 1:][counts].long()
+        total += float(F.cross_entropy(logits[counts], targets, reduction="sum"))
+        count += len(targets)
+    return math.exp(total / count)
+
+
+def guarded(model: str, settings: LanguageSettings, precision: str, blocks: Blocks) -> list[str]:
+    """Train a model under the guard, distilled from itself; return the cells of its row."""
+    held_out, training = blocks.part(slice(HELD_OUT)), blocks.part(slice(HELD_OUT, None))
+    student = load_causal_lm(model).model
+    chosen = PRECISIONS[precision]
+    teacher = Live(FrozenTeacher(load_causal_lm(model).model, dtype=chosen.teacher))
+    before = perplexity(student, held_out)
+    distiller = Distiller(student, settings, chosen, teacher)
+    updated = 0
+
+    def count(step: int, result: Any) -> None:
+        nonlocal updated
+        updated += result.updated
+
+    with sdpa_kernel(SDPBackend.MATH), RoundedProducts():
+        train(distiller, training, settings.max_steps, on_step=count)
+    reasons = dict.fromkeys(f"{e.reason}: {e.action}" for e in distiller.guard.events.events)
+    after = perplexity(student, held_out)
+    skipped = f"{settings.max_steps - updated} of {settings.max_steps}"
+    return [f"{before:.2f}", f"{after:.2f}", skipped, "; ".join(list(reasons)[:3])]
+
+
+def print_long(model: str, blocks: Blocks, steps: int) -> None:
+    """Print what each combination of settings and precision makes of a model in `steps` steps."""
+    usual = LanguageSettings(
+        teacher_model=model, student_model=model, max_steps=steps, batch_size=1, stop_after=None
+    )
+    older = usual.replace(**OLDER, **BOUNDS)
+    header("settings", "products", "before", "after", "steps skipped", "first events")
+    for name, settings, precisions in (
+        ("older scripts", older, ["float16"]),
+        ("defaults", usual, PRECISIONS),
+    ):
+        for precision in precisions:
+            chosen = settings.replace(model_dtype=precision)
+            row(name, precision, *guarded(model, chosen, precision, blocks))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--student", default="layers:30")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--block_size", type=int, default=64)
+    parser.add_argument("--long", type=int, metavar="STEPS")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     teacher = load_causal_lm(args.model)
     blocks = make_blocks(open_text("stdlib"), teacher.tokenizer, args.block_size)
+    if args.long is not None:
+        return print_long(args.model, blocks, args.long)
     header("module", "largest value", "of 65,504")
     for name, value in largest_values(teacher.model, blocks)[:5]:
         row(name or "the model", f"{value:,.0f}", f"{value / 65_504:.0%}")

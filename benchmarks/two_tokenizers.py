@@ -1,0 +1,118 @@
+"""Distill a language model into a student with another tokenizer, by each ALIGN.
+
+    python -m benchmarks.two_tokenizers --data FOLDER --out pairs.jsonl --teacher_model smollm2 \
+        --cut_from GEMMA
+
+GEMMA is a folder or GGUF file of a model with another tokenizer, such as Gemma-3-270M. The student
+is `layers:3` of it and keeps its tokenizer. The texts are those of `benchmarks.real_models`, the
+same rows for all methods. Scores are bits per byte of held-out text, which models of different
+tokenizers have in common. Every method is trained at each of --rates, and the rate with the lowest
+validation loss is shown. --out is appended to, a line for each run, and a run that it holds is not
+repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from benchmarks.distillation import ALONE, best_evaluation, measure
+from benchmarks.real_models import BATCH, Run, read, write_texts
+from benchmarks.turns import header, row
+from ssl_kd.language.models.causal import load_causal_lm
+from ssl_kd.language.models.student import build_student, save_student
+from ssl_kd.language.settings import LanguageSettings
+
+METHODS: dict[str, dict[str, Any]] = {
+    "CE alone": ALONE,
+    "CE and ALIGN chunks": {"align": "chunks"},
+    "CE and ALIGN uld": {"align": "uld"},
+}
+
+
+def cut_student(source: str, layers: str, folder: Path) -> Path:
+    """Save some layers of a model with its tokenizer; return the folder."""
+    if not folder.exists():
+        lm = build_student(layers, load_causal_lm(source), seed=0)
+        save_student(lm.model, lm.tokenizer, folder, f"{layers} of {source}")
+    return folder
+
+
+def bits_per_byte(folder: Path) -> Run:
+    """Return the scores of a run's teacher and of its student before training."""
+    table = json.loads((folder / "metrics.json").read_text())["table"]
+    bits = {scores["name"]: scores["bits_per_byte"] for scores in table}
+    return {"bits_before": bits["student before"], "bits_of_teacher": bits.get("teacher")}
+
+
+def print_table(runs: list[Run]) -> None:
+    """Print a row for each teacher, student and method, at the method's best learning rate."""
+    header("teacher", "student", "method", "learning rate", "bits per byte", "before", "seconds")
+    best: dict[tuple[str, ...], Run] = {}
+    for run in runs:
+        key = run["teacher_model"], run["student_model"], run["method"]
+        if key not in best or run["validation"] < best[key]["validation"]:
+            best[key] = run
+    for (teacher, student, method), run in best.items():
+        bits = f"{run['bits_per_byte']:.3f}", f"{run['bits_before']:.3f}"
+        row(teacher, student, method, f"{run['rate']:g}", *bits, f"{run['seconds']:.0f}")
+    for run in best.values():
+        if run["bits_of_teacher"] is not None:
+            print(f"\n{run['teacher_model']}: {run['bits_of_teacher']:.3f} bits per byte")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--texts", type=Path, default=Path("data/real_models"))
+    parser.add_argument("--teacher_model", default="smollm2")
+    parser.add_argument("--cut_from", required=True)
+    parser.add_argument("--layers", default="layers:3")
+    parser.add_argument("--model_dtype", default="bfloat16")
+    parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3])
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.ERROR)
+    write_texts(args.data, args.texts)
+    teacher, source = Path(args.teacher_model).name, Path(args.cut_from).name
+    student = f"{args.layers} of {source}"
+    settings = LanguageSettings(
+        teacher_model=args.teacher_model,
+        student_model=str(cut_student(args.cut_from, args.layers, args.texts / student)),
+        model_dtype=args.model_dtype,
+        max_steps=args.max_steps,
+        data_path=str(args.texts / "train.jsonl"),
+        eval_path=str(args.texts / "all.jsonl"),
+        batch_size=BATCH,
+        train_rows=BATCH * args.max_steps,
+        eval_rows=48,
+        eval_every=max(1, args.max_steps // 2),
+        generations=0,
+        report_to="none",
+    )
+    for rate in args.rates:
+        for method, changed in METHODS.items():
+            key = {
+                "teacher_model": teacher,
+                "student_model": student,
+                "method": method,
+                "rate": rate,
+                "steps": args.max_steps,
+            }
+            if any(key.items() <= run.items() for run in read(args.out)):
+                continue
+            scores = measure(
+                settings.replace(**changed, learning_rate=rate),
+                lambda folder: best_evaluation(folder) | bits_per_byte(folder),
+            )
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(key | scores)}\n")
+    print_table(read(args.out))
+
+
+if __name__ == "__main__":
+    main()
