@@ -187,7 +187,7 @@ def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
 def language_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Compare a step of whole trainings with TRL's trainers, if TRL is installed."""
     teacher_size, student_size, vocabulary, batch, length = size.text
-    args = argparse.Namespace(batch=batch, length=length, device=device.type)
+    args = argparse.Namespace(batch=batch, length=length, device=device.type, models=None)
     args.steps, args.prompt, args.url = min(size.steps, 5), 1, ""
     teacher = language.random_llama(teacher_size, vocabulary, 0)
     student = language.random_llama(student_size, vocabulary, 1)
