@@ -10,10 +10,10 @@ non-finite output is read from the graph of the loss by `firstnan`. The largest 
 in a forward pass in fp32 says how far from 65,504 the model is before training.
 
 `--long` trains the model itself for that many steps under the guard, with the settings of the older
-scripts (with their bounds on logits and gradient) and with the defaults, and compares
-perplexities on held-out text. (The older scripts' bounds on the loss, 0.1 to 5, are refused: with
-logits clamped to 2.5 and 49,152 tokens, no loss is below 5.8.) CPUs without fp16 arithmetic are very slow at fp16 matrix products,
-so these are computed in fp32 and rounded to fp16, as tensor cores do.
+scripts (with their bounds on logits and gradient) and with the defaults, and compares perplexities
+on held-out text. The older scripts' bounds on the loss, 0.1 to 5, are refused: with logits clamped
+to 2.5 and 49,152 tokens, no loss is below 5.8. CPUs without fp16 arithmetic are very slow at fp16
+matrix products, so these are computed in fp32 and rounded to fp16, as tensor cores do.
 """
 
 from __future__ import annotations
