@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.turns import header, row
 from firstnan.diagnosis import diagnose
 from firstnan.graph import origin_of
+from firstnan.parts import TooFewHealthyParts
 from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm
 from ssl_kd.language.models.finite import in_words
@@ -167,12 +169,15 @@ def guarded(model: str, settings: LanguageSettings, precision: str, blocks: Bloc
         nonlocal updated
         updated += result.updated
 
-    with sdpa_kernel(SDPBackend.MATH), RoundedProducts():
-        train(distiller, training, settings.max_steps, on_step=count)
-    reasons = dict.fromkeys(f"{e.reason}: {e.action}" for e in distiller.guard.events.events)
-    after = perplexity(student, held_out)
-    skipped = f"{settings.max_steps - updated} of {settings.max_steps}"
-    return [f"{before:.2f}", f"{after:.2f}", skipped, "; ".join(list(reasons)[:3])]
+    end = "all steps"
+    try:
+        with sdpa_kernel(SDPBackend.MATH), RoundedProducts():
+            train(distiller, training, settings.max_steps, on_step=count)
+    except TooFewHealthyParts as error:
+        end = str(error).partition(":")[0]
+    reasons = Counter(e.reason for e in distiller.guard.events.events)
+    faults = "; ".join(f"{reason} ({n} times)" for reason, n in reasons.most_common(3))
+    return [f"{before:.2f}", f"{perplexity(student, held_out):.2f}", f"{updated}", end, faults]
 
 
 def print_long(model: str, blocks: Blocks, steps: int) -> None:
@@ -181,9 +186,10 @@ def print_long(model: str, blocks: Blocks, steps: int) -> None:
         teacher_model=model, student_model=model, max_steps=steps, batch_size=1, stop_after=None
     )
     older = usual.replace(**OLDER, **BOUNDS)
-    header("settings", "products", "before", "after", "steps skipped", "first events")
+    header("settings", "products", "before", "after", "updates", "trained to", "faults")
     for name, settings, precisions in (
         ("older scripts", older, ["float16"]),
+        ("older scripts, any norm", older.replace(grad_norm_threshold=None), ["float16"]),
         ("defaults", usual, PRECISIONS),
     ):
         for precision in precisions:
