@@ -171,7 +171,7 @@ class DistilledRun:
         """The scores on held-out text as `{score: {model: value}}`, for `pandas.DataFrame`.
 
         The models are `teacher`, `student before` and `student`. The scores include `nll` (nats per
-        token), `perplexity`, `bits_per_character`, and `agreement` and `kl` with the teacher.
+        token), `perplexity`, `bits_per_byte`, and `agreement` and `kl` with the teacher.
         """
         rows = self.metrics["table"]
         names = list(dict.fromkeys(name for row in rows for name in row if name != "name"))

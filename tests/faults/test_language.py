@@ -931,7 +931,7 @@ def test_an_evaluation_batch_that_is_nan_is_left_out_and_named(who):
 
 def _without(rows, start, stop):
     kept = [i for i in range(len(rows)) if not start <= i < stop]
-    names = ("ids", "counts", "documents", "row_characters")
+    names = ("ids", "counts", "documents", "row_bytes")
     return replace(rows, **{name: getattr(rows, name)[kept] for name in names})
 
 

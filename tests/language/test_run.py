@@ -108,7 +108,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert found["learned_from"] == {"ce": 6, "kd": 6}
     assert rows["student"]["kl"] > 0 and 0 <= rows["student"]["agreement"] <= 1
     assert 0 < rows["student"]["acceptance"] < 1 and rows["teacher"]["acceptance"] is None
-    assert rows["teacher"]["kl"] is None and rows["teacher"]["bits_per_character"] > 0
+    assert rows["teacher"]["kl"] is None and rows["teacher"]["bits_per_byte"] > 0
     (shown,) = found["generations"]
     assert {"prompt", "reference", "teacher", "before", "after"} == set(shown)
     assert shown["prompt"] and {"prepare", "judge", "train", "save", "total"} <= set(
@@ -399,9 +399,9 @@ def test_a_teacher_with_another_tokenizer(settings, models, caplog):
     assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
     found = metrics(path)["alignment"]
     assert 0 < found["coverage"] <= 1
-    share, size = f"{100 * found['coverage']:.1f} %", f"{found['characters_per_group']:.1f}"
-    assert f"common boundaries in {share} of the text, every {size} characters" in caplog.text
-    assert table(path)["teacher"]["bits_per_character"] > 0
+    share, size = f"{100 * found['coverage']:.1f} %", f"{found['bytes_per_group']:.1f}"
+    assert f"common boundaries in {share} of the text, every {size} bytes" in caplog.text
+    assert table(path)["teacher"]["bits_per_byte"] > 0
     assert table(path)["student"]["kl"] is None
     assert "report" in write_report(path).name
 

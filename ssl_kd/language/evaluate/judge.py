@@ -69,7 +69,7 @@ def judge_tokens(
                 own = teachers if blocks.tags is None else teachers[tag : tag + 1]
                 answers = [teacher(batch, positions) for teacher in own]
                 values = list(_values(output, answers, weights, targets, autocast))
-                scores.add(values, rows, batch.characters)
+                scores.add(values, rows, batch.target_bytes)
     return scores
 
 

@@ -90,17 +90,17 @@ class TokenScores:
     def __init__(self) -> None:
         self.tokens = 0  # target tokens in the means
         self.left_out: list[str] = []  # a sentence for each batch with a non-finite number
-        self._characters = 0
+        self._bytes = 0
         self._sums: dict[str, float] = {}
         self._counted: dict[str, int] = {}
         self._reliability = Reliability()
 
     def add(
-        self, chunks: Sequence[TokenValues], rows: Sequence[int], characters: int | None = None
+        self, chunks: Sequence[TokenValues], rows: Sequence[int], n_bytes: int | None = None
     ) -> None:
         """Add the values of one batch's target tokens; `rows` identifies the batch in `left_out`.
 
-        `characters` is the number of characters of the target tokens, None if not known.
+        `n_bytes` is the number of UTF-8 bytes of the target tokens' text, None if not known.
         """
         columns = {
             name: torch.cat(parts).cpu().double()
@@ -120,7 +120,7 @@ class TokenScores:
                 return
             columns = {name: columns[name] for name in ("nll", "confidence", "correct")}
         self.tokens += n
-        self._characters += characters or 0
+        self._bytes += n_bytes or 0
         for name, values in columns.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
             self._counted[name] = self._counted.get(name, 0) + n
@@ -137,9 +137,13 @@ class TokenScores:
         return math.exp(self.nll) if self.nll is not None and self.nll <= 700 else None
 
     @property
-    def bits_per_character(self) -> float | None:
-        """`sum nll / characters / ln 2`, comparable across tokenizers; None without characters."""
-        return self._sums["nll"] / self._characters / math.log(2) if self._characters else None
+    def bits_per_byte(self) -> float | None:
+        """`sum nll / bytes / ln 2`, with the bytes of the text in UTF-8; None without bytes.
+
+        The number of bytes does not depend on the tokenizer, so models with different tokenizers
+        can be compared.
+        """
+        return self._sums["nll"] / self._bytes / math.log(2) if self._bytes else None
 
     @property
     def agreement(self) -> float | None:
@@ -163,7 +167,7 @@ class TokenScores:
 
     def table_row(self, name: str) -> dict[str, str | float | int | None]:
         """Return a row of the report's table: `name`, and each score as a finite number or None."""
-        columns = ("perplexity", "nll", "bits_per_character", "agreement", "kl", "acceptance")
+        columns = ("perplexity", "nll", "bits_per_byte", "agreement", "kl", "acceptance")
         scores = {column: getattr(self, column) for column in (*columns, "ece")}
         return {"name": name, **scores, "left_out": len(self.left_out)}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ssl_kd.language.models.causal import llm_module
 
-_SCORES = ("perplexity", "bits_per_character", "agreement", "kl", "ece")  # in the front matter
+_SCORES = ("perplexity", "bits_per_byte", "agreement", "kl", "ece")  # in the front matter
 _LOAD = """```python
 from transformers import AutoModelFor{0}, Auto{1}
 

@@ -12,7 +12,8 @@ from ssl_kd.core.pages.wording import amount, number, percent
 
 SCORES: dict[str, tuple[str, Callable[[float], str]]] = {
     "perplexity": ("perplexity", amount),
-    "bits_per_character": ("bits per character", number),
+    "bits_per_byte": ("bits per byte", number),
+    "bits_per_character": ("bits per character", number),  # in older runs
     "agreement": ("agreement, %", percent),
     "kl": ("KL to teacher, nats", number),
     "acceptance": ("accepted as a draft, %", percent),

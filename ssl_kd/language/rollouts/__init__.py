@@ -219,9 +219,9 @@ def continue_rows(
         ids[i, n : n + len(tokens)] = torch.tensor(tokens, dtype=ids.dtype)
         counts[i, n : n + len(tokens)] = True
         documents[i, : n + len(tokens)] = 1
-    characters = torch.zeros(len(rows), dtype=blocks.row_characters.dtype)
+    row_bytes = torch.zeros(len(rows), dtype=blocks.row_bytes.dtype)
     columns = {"ids": ids, "counts": counts, "documents": documents}
-    return replace(blocks, **columns, row_characters=characters), new
+    return replace(blocks, **columns, row_bytes=row_bytes), new
 
 
 @dataclass
@@ -281,7 +281,7 @@ class RolloutBatches:
         def joined(name: str) -> Tensor:
             return torch.cat([getattr(blocks, name)[chosen] for blocks, chosen in parts])
 
-        names = ("ids", "counts", "documents", "row_characters")
+        names = ("ids", "counts", "documents", "row_bytes")
         blocks = replace(self.blocks, **{name: joined(name) for name in names})
         batch = blocks.batch(range(len(text) + len(by_student)), device)
         return replace(batch, rows=torch.tensor(text + by_student), written=len(by_student))
@@ -409,10 +409,10 @@ def with_text_by(
     columns = {name: getattr(blocks, name).clone() for name in COLUMNS}
     for name, column in columns.items():
         column[list(rows)] = torch.cat([part[name] for part in parts])
-    characters = blocks.row_characters.clone()
-    characters[list(rows)] = 0  # unknown after a continuation
+    row_bytes = blocks.row_bytes.clone()
+    row_bytes[list(rows)] = 0  # unknown after a continuation
     digest = digest_of(*(column.numpy() for column in columns.values()))
-    continued = replace(blocks, **columns, row_characters=characters, digest=digest)
+    continued = replace(blocks, **columns, row_bytes=row_bytes, digest=digest)
     if not by_student:
         return continued
     is_own = torch.zeros(len(blocks), dtype=torch.bool).index_fill_(0, torch.tensor(rows), True)

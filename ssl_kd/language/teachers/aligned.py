@@ -61,9 +61,9 @@ class Aligned(Live):
         statistics = rows.statistics()
         logger.info(
             "student and teacher tokens have common boundaries in %.1f %% of the text, every %.1f"
-            " characters on average",
+            " bytes on average",
             100 * statistics["coverage"],
-            statistics["characters_per_group"],
+            statistics["bytes_per_group"],
         )
 
     @classmethod

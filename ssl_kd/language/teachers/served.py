@@ -115,7 +115,7 @@ class ServedTeacher:
             top_k = self.top_k_at(batch, rows)
             correct = (top_k.tokens[:, 0] == targets).double()
             values = TokenValues(-top_k.own, top_k.log_probs[:, 0].exp().clamp(max=1), correct)
-            scores.add([values], places, batch.characters)
+            scores.add([values], places, batch.target_bytes)
         return scores
 
 

@@ -17,7 +17,7 @@ from ssl_kd.core.files.spill import SpilledSequence, filled_array
 from ssl_kd.language.losses.cross_tokenizer import Positions
 from ssl_kd.language.text.blocks import Batch, Blocks, Frame, digest_of, framed
 from ssl_kd.language.text.dataset import MOST_NAMED, TextDataset
-from ssl_kd.language.text.segmentation import TextReader, align
+from ssl_kd.language.text.segmentation import TextReader, align, byte_positions
 from ssl_kd.language.text.shares import Layout
 from ssl_kd.language.text.vocabulary import SharedVocabulary, shared_vocabulary
 
@@ -76,20 +76,20 @@ class AlignedBatch:
         one_to_one = (single[0] & single[1])[is_used]
         token = [torch.from_numpy(self.ids[k].ravel()[firsts[k][is_used]]) for k in (0, 1)]
         matched = torch.from_numpy(one_to_one) & self.vocabulary.same_text(*token)
-        characters = np.diff(aligned.ends, prepend=0)[is_used]
+        n_bytes = np.diff(aligned.ends, prepend=0)[is_used]
         left, right = sides
-        return Groups(left, right, matched.to(device), moved(one_to_one), moved(characters))
+        return Groups(left, right, matched.to(device), moved(one_to_one), moved(n_bytes))
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of student and teacher tokens that cover the same characters."""
+    """Groups of student and teacher tokens that cover the same text."""
 
     student: Positions  # where the student predicts the tokens of the groups
     teacher: Positions  # where the teacher predicts the tokens of the groups
     matched: Tensor  # bool [G], one student and one teacher token of equal text
     one_to_one: Tensor  # bool [G], one student and one teacher token
-    characters: Tensor  # int64 [G], number of characters in each group
+    n_bytes: Tensor  # int64 [G], UTF-8 bytes of text in each group
 
     def __len__(self) -> int:
         return len(self.matched)
@@ -99,16 +99,16 @@ class Groups:
 class AlignedBlocks:
     """Token rows of a student and a teacher; row i contains the same text for both.
 
-    `ends` is int32 `[n, T]` of the student and `[n, T']` of the teacher: for each token, the end of
-    the smallest piece of the row's text whose boundaries no token crosses; 0 for special tokens,
-    context and padding.
+    `ends` is int32 `[n, T]` of the student and `[n, T']` of the teacher: for each token, the end in
+    UTF-8 bytes of the smallest piece of the row's text whose boundaries no token crosses; 0 for
+    special tokens, context and padding.
     """
 
     student: Blocks
     teacher: Blocks
     ends: tuple[Tensor, Tensor]
     vocabulary: SharedVocabulary
-    characters: int  # to train on, including those that fit in no row
+    n_bytes: int  # of text to train on, including those that fit in no row
 
     def __len__(self) -> int:
         return len(self.student)
@@ -122,8 +122,8 @@ class AlignedBlocks:
         """Return the first `n` rows, with a digest of their own."""
         student, teacher = self.student.first(n), self.teacher.first(n)
         ends = self.ends[0][:n], self.ends[1][:n]
-        characters = student.characters
-        return replace(self, student=student, teacher=teacher, ends=ends, characters=characters)
+        n_bytes = student.target_bytes
+        return replace(self, student=student, teacher=teacher, ends=ends, n_bytes=n_bytes)
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
@@ -144,7 +144,7 @@ class AlignedBlocks:
     def statistics(self) -> dict[str, float]:
         """Measure over all rows how well the two tokenizations match.
 
-        `coverage`, `one_to_one` and `matched` are fractions of the characters to train on: in any
+        `coverage`, `one_to_one` and `matched` are fractions of the bytes to train on: in any
         group, in a group of one student and one teacher token, and in such a group of equal text.
         The others are means.
         """
@@ -154,17 +154,17 @@ class AlignedBlocks:
             n += len(groups)
             students += len(groups.student.rows)
             teachers += len(groups.teacher.rows)
-            covered += int(groups.characters.sum())
-            one_to_one += int(groups.characters[groups.one_to_one].sum())
-            matched += int(groups.characters[groups.matched].sum())
-        total, n = max(self.characters, 1), max(n, 1)
+            covered += int(groups.n_bytes.sum())
+            one_to_one += int(groups.n_bytes[groups.one_to_one].sum())
+            matched += int(groups.n_bytes[groups.matched].sum())
+        total, n = max(self.n_bytes, 1), max(n, 1)
         return {
             "coverage": covered / total,
             "one_to_one": one_to_one / total,
             "matched": matched / total,
             "student_tokens_per_group": students / n,
             "teacher_tokens_per_group": teachers / n,
-            "characters_per_group": covered / n,
+            "bytes_per_group": covered / n,
         }
 
 
@@ -192,7 +192,7 @@ def aligned_blocks(
     readers = [TextReader(tokenizer) for tokenizer in tokenizers]
     frames = [Frame.of(tokenizer) for tokenizer in tokenizers]
     vocabulary = shared_vocabulary(student_tokenizer, teacher_tokenizer)
-    characters: list[int] = []
+    row_bytes: list[int] = []
     layout = Layout()
     total = 0
 
@@ -201,8 +201,8 @@ def aligned_blocks(
         for where, length, document in _documents(dataset, readers, frames, layout.left_out):
             parts = list(document.cut(block_size - 2))
             learned = [document.learned(*part) for part in parts]
-            characters.extend(learned)
-            total += document.characters()
+            row_bytes.extend(learned)
+            total += document.n_bytes()
             yield from ((document.row(0, *part), document.row(1, *part)) for part in parts)
             layout.documents += 1
             if (lost := length - sum(learned)) or len(parts) > 1:
@@ -210,7 +210,7 @@ def aligned_blocks(
                 layout.split.append(
                     f"{where}: the document has {lengths} tokens (block_size {block_size}) and is "
                     f"split into {len(parts)} parts"
-                    + (f", without {lost} characters that fit in no row" if lost else "")
+                    + (f", without {lost} bytes that fit in no row" if lost else "")
                 )
 
     rows = SpilledSequence(cut_up())
@@ -218,7 +218,7 @@ def aligned_blocks(
         reasons = "; ".join(first_few(layout.messages, 3))
         raise InputError(f"{dataset.name} contains no usable document: {reasons}")
     student, teacher = (
-        _lay_out(rows, k, block_size, frames[k].end, characters, layout) for k in (0, 1)
+        _lay_out(rows, k, block_size, frames[k].end, row_bytes, layout) for k in (0, 1)
     )
     return AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
 
@@ -229,7 +229,7 @@ def _documents(
     frames: Sequence[Frame],
     left_out: list[str],
 ) -> Iterator[tuple[str, int, _Document]]:
-    """Yield the position, the number of characters to train on, and the tokens of each document."""
+    """Yield the position, the number of bytes to train on, and the tokens of each document."""
     for example in dataset.examples:
         if example.messages is not None:
             left_out.append(
@@ -239,16 +239,18 @@ def _documents(
             continue
         prompt, completion = example.prompt or "", example.completion or ""
         text = example.text if example.text is not None else prompt + completion
-        read = [reader.read(text) for reader in readers]
+        positions = byte_positions(text)
+        begin = int(positions[len(prompt)])
+        read = [(ids, positions[ends]) for ids, ends in (each.read(text) for each in readers)]
         if not all(len(ids) for ids, _ in read):
             left_out.append(f"{example.where}: one of the tokenizers returns no tokens")
             continue
         around = [frame.around(example) for frame in frames]
-        yield example.where, len(text) - len(prompt), _Document(len(prompt), read, around)
+        yield example.where, int(positions[-1]) - begin, _Document(begin, read, around)
 
 
 class _Document:
-    """A text in tokens of both tokenizers; characters from `begin` on are trained on."""
+    """A text in tokens of both tokenizers, positions in bytes; it is learned from `begin` on."""
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ class _Document:
     def learned(self, start: int, stop: int) -> int:
         return int(self.ends[stop - 1]) - max(self.begin, self._edge(start))
 
-    def characters(self) -> int:
+    def n_bytes(self) -> int:
         return int(self.ends[-1]) - self._edge(self._first_learned())
 
     def _first_learned(self) -> int:
@@ -303,7 +305,7 @@ def _lay_out(
     side: int,
     size: int,
     padding: int,
-    characters: Sequence[int],
+    row_bytes: Sequence[int],
     layout: Layout,
 ) -> tuple[Blocks, Tensor]:
     shape = len(rows), size
@@ -318,7 +320,7 @@ def _lay_out(
         counts[place, :n] = row.counts
         documents[place, :n] = 1
     tokens, targets, numbers = map(torch.from_numpy, (ids, counts, documents))
-    learned, messages = torch.tensor(characters), first_few(layout.messages, MOST_NAMED)
+    learned, messages = torch.tensor(row_bytes), first_few(layout.messages, MOST_NAMED)
     digest, shares = digest_of(ids, ends, counts), tuple(layout.shares())
     blocks = Blocks(tokens, targets, numbers, learned, messages, digest, shares=shares)
     return blocks, torch.from_numpy(ends)

@@ -21,7 +21,7 @@ from ssl_kd.core.memory import to_device_async
 from ssl_kd.language.text.dataset import MOST_NAMED, TextDataset
 from ssl_kd.language.text.records import Example, Pictures
 from ssl_kd.language.text.render import Rendered, check_located, render
-from ssl_kd.language.text.segmentation import check_fast
+from ssl_kd.language.text.segmentation import byte_positions, check_fast
 from ssl_kd.language.text.shares import Layout, Share
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Batch:
     counts: Tensor  # bool [B, T] on the CPU, whether each token is a target
     documents: Tensor  # int32 [B, T], counted within the row from 1; 0 for padding
     rows: Tensor  # int64 [B] on the CPU, indices in the data set
-    characters: int  # that the targets represent
+    target_bytes: int  # UTF-8 bytes of the text that the targets represent
     packed: bool  # whether a row contains more than one document
     written: int = 0  # last rows that the student generated, not used for cross-entropy
     pictures: Pictures | None = None
@@ -73,7 +73,7 @@ class Blocks:
     ids: Tensor  # int64 [n, T]
     counts: Tensor  # bool [n, T], whether the token at the same position is a target (not shifted)
     documents: Tensor  # int32 [n, T], counted within the row from 1; 0 for padding
-    row_characters: Tensor  # int64 [n], characters that the targets of a row represent
+    row_bytes: Tensor  # int64 [n], UTF-8 bytes of the text that a row's targets represent
     # messages about the documents that were left out, shortened or split
     left_out: tuple[str, ...]
     digest: str  # SHA-256 of ids, counts and documents
@@ -87,9 +87,9 @@ class Blocks:
         return len(self.ids)
 
     @property
-    def characters(self) -> int:
-        """Number of characters that all targets represent."""
-        return int(self.row_characters.sum())
+    def target_bytes(self) -> int:
+        """Number of UTF-8 bytes of the text that all targets represent."""
+        return int(self.row_bytes.sum())
 
     @property
     def packed(self) -> bool:
@@ -98,7 +98,7 @@ class Blocks:
 
     def part(self, rows: slice) -> Self:
         """Return a slice of the rows, with the digest of all rows."""
-        columns = ["ids", "counts", "documents", "row_characters"]
+        columns = ["ids", "counts", "documents", "row_bytes"]
         columns += [n for n in ("by_student", "tags") if getattr(self, n) is not None]
         columns += ["own_prompts"] if self.own_prompts else []
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
@@ -129,7 +129,7 @@ class Blocks:
             counts=self.counts[rows, :width],
             documents=to_device_async(documents, device),
             rows=rows,
-            characters=int(self.row_characters[rows].sum()),
+            target_bytes=int(self.row_bytes[rows].sum()),
             packed=bool((documents > 1).any()),
             written=written,
         )
@@ -169,24 +169,24 @@ def framed(
     around: tuple[Sequence[int], Sequence[int]],
     ids: Sequence[int] | np.ndarray,
     counts: np.ndarray,
-    characters: np.ndarray,
+    n_bytes: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add special tokens, `(before, after)`, to ids, counts and characters of a document."""
+    """Add special tokens, `(before, after)`, to ids, counts and byte counts of a document."""
     before, after = around
     lengths = (len(before), len(after))
     counts = np.pad(counts, lengths)
     counts[len(counts) - len(after) :] = True
     counts[0] = False  # no token predicts it
-    return np.array([*before, *ids, *after], dtype=np.int64), counts, np.pad(characters, lengths)
+    return np.array([*before, *ids, *after], dtype=np.int64), counts, np.pad(n_bytes, lengths)
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of a document, whether each token is a target, and the characters it represents."""
+    """Token ids of a document, whether each token is a target, and how many bytes it represents."""
 
     ids: np.ndarray
     counts: np.ndarray
-    characters: np.ndarray
+    n_bytes: np.ndarray
 
 
 class _Part(NamedTuple):
@@ -194,7 +194,7 @@ class _Part(NamedTuple):
 
     ids: np.ndarray
     counts: np.ndarray
-    characters: int
+    target_bytes: int
 
 
 def make_blocks(
@@ -219,9 +219,9 @@ def make_blocks(
     split. Each further part begins with the last token of the previous part, as context that is not
     a target, so every target occurs exactly once. Parts without a target are dropped.
 
-    The number of `characters` covers texts, completions and assistant messages, without prompts,
-    special tokens and the template. It does not depend on the tokenizer, so bits per character are
-    comparable: (nats summed over the targets) / characters / ln 2. With `packing`, several complete
+    `target_bytes` counts the UTF-8 bytes of texts, completions and assistant messages, without
+    prompts, special tokens and the template. It does not depend on the tokenizer, so bits per byte
+    are comparable: (nats summed over the targets) / bytes / ln 2. With `packing`, several complete
     documents of one tag share a row.
     """
     check_fast(tokenizer)
@@ -292,20 +292,21 @@ def tokenized(
 def count_targets(
     offsets: Sequence[tuple[int, int]], rendered: Rendered
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens are targets, and how many characters each token represents."""
-    # A token represents all characters up to its end, since some tokenizers skip spaces.
+    """Return which tokens are targets, and how many UTF-8 bytes of text each token represents."""
+    # A token represents all bytes up to its end, since some tokenizers skip spaces.
     ends = np.array(offsets, dtype=np.int64)[:, 1]
+    positions = byte_positions(rendered.text)
     counts = np.zeros(len(ends), dtype=bool)
-    characters = np.zeros(len(ends), dtype=np.int64)
+    n_bytes = np.zeros(len(ends), dtype=np.int64)
     for begin, stop, n in rendered.spans:
         tokens = np.flatnonzero((ends > begin) & (ends <= stop) if begin else ends <= stop)
         if not len(tokens):
             continue
-        reached = np.clip(ends[tokens] - begin, 0, n)
+        reached = np.clip(positions[ends[tokens]] - positions[begin], 0, n)
         reached[-1] = n
         counts[tokens] = True
-        characters[tokens] = np.diff(reached, prepend=0)
-    return counts, characters
+        n_bytes[tokens] = np.diff(reached, prepend=0)
+    return counts, n_bytes
 
 
 def cut_to_fit(
@@ -353,8 +354,8 @@ def _fit(document: Document, block_size: int) -> list[_Part]:
         counts = document.counts[part].copy()
         counts[0] = False
         if counts.any():
-            characters = int(document.characters[part][counts].sum())
-            pieces.append(_Part(document.ids[part].astype(np.int32), counts, characters))
+            target_bytes = int(document.n_bytes[part][counts].sum())
+            pieces.append(_Part(document.ids[part].astype(np.int32), counts, target_bytes))
     return pieces
 
 
@@ -411,7 +412,7 @@ def in_rows(
     shape = len(rows), block_size
     ids = filled_array(*shape, np.int64, padding)
     counts, documents = filled_array(*shape, np.bool_), filled_array(*shape, np.int32)
-    characters = np.zeros(len(rows), np.int64)
+    row_bytes = np.zeros(len(rows), np.int64)
     for place, row in enumerate(rows):
         end = 0
         for number, i in enumerate(row, 1):
@@ -420,9 +421,9 @@ def in_rows(
             ids[place, begin:end] = piece.ids
             counts[place, begin:end] = piece.counts
             documents[place, begin:end] = number
-            characters[place] += piece.characters
+            row_bytes[place] += piece.target_bytes
     digest, messages = digest_of(ids, counts, documents), first_few(layout.messages, MOST_NAMED)
-    tokens, targets, numbers, learned = map(torch.from_numpy, (ids, counts, documents, characters))
+    tokens, targets, numbers, learned = map(torch.from_numpy, (ids, counts, documents, row_bytes))
     layout.turns = turns["there"]
     shares = tuple(layout.shares())
     return Blocks(tokens, targets, numbers, learned, messages, digest, turns, shares=shares)

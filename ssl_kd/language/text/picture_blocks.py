@@ -152,7 +152,7 @@ class _Reader:
         ids = np.array(encoded["input_ids"], dtype=np.int64)
         if not len(ids):
             return f"{example.where}: the tokenizer returns no tokens"
-        counts, characters = count_targets(encoded["offset_mapping"], rendered)
+        counts, n_bytes = count_targets(encoded["offset_mapping"], rendered)
         places = int(np.isin(ids, self.images).sum())
         if places != len(example.images):
             return f"{example.where}: {len(example.images)} images, but {places} image tokens"
@@ -169,9 +169,9 @@ class _Reader:
             if not np.array_equal(expanded[text], ids[of_text]):
                 raise self._unfit("inserts tokens around an image that are not image tokens")
             arrays = np.zeros(len(expanded), dtype=bool), np.zeros(len(expanded), dtype=np.int64)
-            arrays[0][text], arrays[1][text] = counts[of_text], characters[of_text]
-            ids, (counts, characters) = expanded, arrays
-        return Document(*framed(self.frame.around(example), ids, counts, characters))
+            arrays[0][text], arrays[1][text] = counts[of_text], n_bytes[of_text]
+            ids, (counts, n_bytes) = expanded, arrays
+        return Document(*framed(self.frame.around(example), ids, counts, n_bytes))
 
     def _adapted(self, example: Example) -> Example:
         """Convert an example to the form that the tokenizer and the template expect."""

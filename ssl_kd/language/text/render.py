@@ -69,7 +69,7 @@ class Rendered:
     """A formatted example."""
 
     text: str
-    # to train on: (begin, end, number of characters of the content)
+    # to train on: (begin, end, UTF-8 bytes of the content)
     spans: tuple[tuple[int, int, int], ...] = ()
     left_out: tuple[str, ...] = ()  # messages about turns that are not trained on
     # assistant turns: there (all), learned, lost (not located), hidden (reasoning omitted)
@@ -88,7 +88,9 @@ def render(
         text = prompt + learned
         if not learn_thoughts and (thought := _INLINE.match(learned)):
             learned = learned[thought.end() :]
-        spans = () if example.is_prompt else ((len(text) - len(learned), len(text), len(learned)),)
+        spans = (
+            () if example.is_prompt else ((len(text) - len(learned), len(text), _n_bytes(learned)),)
+        )
         return Rendered(text, spans)
     if not (template or tokenizer.chat_template):
         raise InputError(
@@ -191,12 +193,12 @@ class _Chat:
         self._chosen = (tokenizer, template)
         self._template = tokenizer.get_chat_template(template, example.tools)
         self._text, self._blocks = show_chat(messages, example.tools, tokenizer, template)
-        self._sizes: list[dict[str, int]] = [{} for _ in messages]  # part -> number of characters
+        self._sizes: list[dict[str, int]] = [{} for _ in messages]  # part -> UTF-8 bytes
         self._marked = [self._mark(i, message) for i, message in enumerate(messages)]
         self._shown = cache(self._show)
 
     def _mark(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with marks, and note the number of characters of each of its parts."""
+        """Return a message with marks, and note the number of bytes of each of its parts."""
 
         def mark(part: str, size: int) -> str:
             self._sizes[i][part] = size
@@ -212,12 +214,13 @@ class _Chat:
             before, close, answer = text.rpartition("</think>")
             begin, tag, thought = before.rpartition("<think>")
             if not text.strip() and not message.keys() & {"tool_calls", *THOUGHTS}:
-                return text + mark("content", len(text))  # an empty turn: train on its end
-            thought = edged(thought, "reasoning", len(before + close))
-            return begin + tag + thought + close + edged(answer, "content", len(answer))
+                return text + mark("content", _n_bytes(text))  # an empty turn: train on its end
+            thought = edged(thought, "reasoning", _n_bytes(before + close))
+            return begin + tag + thought + close + edged(answer, "content", _n_bytes(answer))
 
         def marked_call(n: int, call: Mapping[str, Any]) -> dict[str, Any]:
-            return {**call, "name": call["name"] + mark(f"call{n}", len(json.dumps(call)))}
+            size = _n_bytes(json.dumps(call, ensure_ascii=False))
+            return {**call, "name": call["name"] + mark(f"call{n}", size)}
 
         content = message["content"]
         if isinstance(content, str):
@@ -225,7 +228,7 @@ class _Chat:
         else:
             content = [{**p, "text": marked(p["text"])} if "text" in p else p for p in content]
         thoughts = {
-            name: edged(message[name], "reasoning", len(message[name]))
+            name: edged(message[name], "reasoning", _n_bytes(message[name]))
             for name in THOUGHTS
             if name in message
         }
@@ -267,8 +270,8 @@ class _Chat:
             if not learn_thoughts:
                 located = self._without_thoughts(located, i, marks if whole == self._text else [])
                 parts = parts - {"reasoning"}
-            characters = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
-            spans += [(*span, n) for span, n in zip(located, characters, strict=False)]
+            n_bytes = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
+            spans += [(*span, n) for span, n in zip(located, n_bytes, strict=False)]
             if not located:
                 lost.append(f"{self._where}: assistant turn {number} {_NOT_LOCATED}")
         counts = Counter(there=len(turns), learned=len(turns) - len(lost), lost=len(lost))
@@ -367,6 +370,10 @@ class _Chat:
             return common
         ended = None if prompt else _ENDED.match(gap, common)
         return ended.end() if ended else None
+
+
+def _n_bytes(text: str) -> int:
+    return len(text.encode())
 
 
 def _common(text: str, other: str) -> int:

@@ -45,6 +45,19 @@ def partition(text: str, offsets: np.ndarray) -> np.ndarray:
     return np.append(cuts, len(text))[stretch]
 
 
+def byte_positions(text: str) -> np.ndarray:
+    """Return where each character of a text begins in its UTF-8 bytes, and where the text ends.
+
+    The result is int64 `[len(text) + 1]`.
+
+    >>> byte_positions("a€é")
+    array([0, 1, 4, 6])
+    """
+    characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    lengths = 1 + sum((characters > last).astype(np.int64) for last in (0x7F, 0x7FF, 0xFFFF))
+    return np.pad(np.cumsum(lengths), (1, 0))
+
+
 class Alignment(NamedTuple):
     """The finest segmentation that two tokenizations have in common."""
 

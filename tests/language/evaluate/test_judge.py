@@ -27,7 +27,7 @@ TEXTS = (
     "A cat sat on the mat, and a dog sat on the cat.",
     "The sun was up. Tom ran to the park.",
     "Lily had a red ball, and she let Tom play with it until the evening came.",
-    "No.",
+    "Zoë: 没有 🙂",
     "2 + 2 = 4; 3 + 3 = 6; 4 + 4 = 8.",
 )
 DATASET = TextDataset(
@@ -91,9 +91,9 @@ def test_tokens_are_judged_by_the_logits_of_the_model(packing, linear, monkeypat
     assert scores.tokens == len(nll) == int(text.counts.sum()) and scores.left_out == []
     assert scores.nll == pytest.approx(nll.mean().item(), rel=1e-5)
     assert scores.kl == pytest.approx(kl.mean().item(), rel=1e-4)
-    characters = sum(map(len, TEXTS))
-    bits = nll.sum().item() / math.log(2) / characters
-    assert scores.bits_per_character == pytest.approx(bits, rel=1e-5)
+    n_bytes = sum(len(text.encode()) for text in TEXTS)
+    bits = nll.sum().item() / math.log(2) / n_bytes
+    assert scores.bits_per_byte == pytest.approx(bits, rel=1e-5)
     assert scores.kl and scores.agreement and scores.agreement < 1
     both = [FrozenTeacher(teacher), FrozenTeacher(model)]  # the second has a KL of 0
     mean = judge_tokens(model, text, teachers=both, weights=(3.0, 1.0), batch_size=2)
@@ -286,7 +286,7 @@ def test_real_stories(shared_data):
     text = make_blocks(TextDataset("s", "test", stories, "", ()), tokenizer, 256)
     scores = judge_tokens(model, text)
     assert scores.perplexity == pytest.approx(4.4, abs=1)
-    assert scores.bits_per_character == pytest.approx(1.1, abs=0.2)
+    assert scores.bits_per_byte == pytest.approx(1.1, abs=0.2)
     assert scores.ece == pytest.approx(0, abs=0.1)
     [story] = generate(model, tokenizer, ["Once upon a time, there was a"], 20)
     assert story.startswith(" little girl named Lily")

@@ -99,7 +99,7 @@ def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, caps
     found = found_in(tmp_path / "judged.json")
     assert found["same_tokenizer"] is False
     assert [row["kl"] for row in found["table"]] == [None, None]
-    assert all(row["bits_per_character"] > 0 for row in found["table"])
+    assert all(row["bits_per_byte"] > 0 for row in found["table"])
 
 
 @pytest.mark.parametrize(

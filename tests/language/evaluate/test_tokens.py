@@ -10,7 +10,7 @@ from ssl_kd.language.evaluate.tokens import TokenScores, token_values
 INF = math.inf
 
 
-def scored(logits, targets, teacher=None, *, characters=None, cuts=()):
+def scored(logits, targets, teacher=None, *, n_bytes=None, cuts=()):
     """The scores of one batch, its tokens cut into chunks at `cuts`."""
     scores = TokenScores()
     edges = [0, *cuts, len(targets)]
@@ -21,7 +21,7 @@ def scored(logits, targets, teacher=None, *, characters=None, cuts=()):
             for c in chunks
         ],
         range(len(targets)),
-        characters,
+        n_bytes,
     )
     return scores
 
@@ -38,11 +38,11 @@ def test_scores_equal_a_direct_computation_in_float64():
     logits, targets, teacher = case()
     q, p = logits.double().softmax(-1), teacher.double().softmax(-1)
     nll = -q[torch.arange(40), targets].log().mean().item()
-    scores = scored(logits, targets, teacher, characters=100)
+    scores = scored(logits, targets, teacher, n_bytes=100)
     assert scores.tokens == 40 and scores.left_out == []
     assert scores.nll == pytest.approx(nll, rel=1e-6)
     assert scores.perplexity == pytest.approx(math.exp(nll), rel=1e-6)
-    assert scores.bits_per_character == pytest.approx(40 * nll / math.log(2) / 100, rel=1e-6)
+    assert scores.bits_per_byte == pytest.approx(40 * nll / math.log(2) / 100, rel=1e-6)
     agreement = (q.argmax(-1) == p.argmax(-1)).double().mean().item()
     assert scores.agreement == pytest.approx(agreement) and 0 < agreement < 1
     forward, reverse = (p * (p / q).log()).sum(-1).mean(), (q * (q / p).log()).sum(-1).mean()
@@ -52,7 +52,7 @@ def test_scores_equal_a_direct_computation_in_float64():
     assert scores.acceptance == pytest.approx(1 - tvd, rel=1e-6) and 0.1 < tvd < 0.9
     row = scores.table_row("student")
     assert row.pop("name") == "student" and row.pop("left_out") == 0
-    alone = ("perplexity", "nll", "bits_per_character", "ece")
+    alone = ("perplexity", "nll", "bits_per_byte", "ece")
     assert row == {
         name: getattr(scores, name) for name in (*alone, "agreement", "kl", "acceptance")
     }
@@ -71,8 +71,8 @@ def test_calibration_error_of_an_example_by_hand():
 @pytest.mark.parametrize("cuts", [[1], [7, 20, 39], list(range(1, 40))])
 def test_chunks_change_nothing(cuts):
     logits, targets, teacher = case()
-    whole = scored(logits, targets, teacher, characters=7).table_row("a")
-    assert scored(logits, targets, teacher, characters=7, cuts=cuts).table_row("a") == whole
+    whole = scored(logits, targets, teacher, n_bytes=7).table_row("a")
+    assert scored(logits, targets, teacher, n_bytes=7, cuts=cuts).table_row("a") == whole
 
 
 def test_vocabularies_of_different_padding_are_compared_in_their_common_part():
@@ -116,7 +116,7 @@ def test_a_batch_that_is_not_finite_is_named_and_left_out(bad, side, caplog):
     assert "excluded from evaluation means: blocks 8 to 15" in caplog.text
     row, expected = scores.table_row("student"), healthy.table_row("student")
     assert row.pop("left_out") == 1 and expected.pop("left_out") == 0
-    assert row == expected and row["bits_per_character"]  # its characters do not count either
+    assert row == expected and row["bits_per_byte"]  # its bytes do not count either
 
 
 def test_excluding_a_teachers_token_is_an_infinite_divergence():
@@ -145,11 +145,11 @@ def test_unknown_values_are_none_not_zero():
     assert sick.left_out[0].startswith("blocks 4: ")
 
 
-def test_bits_per_character_do_not_depend_on_the_tokenizer():
-    # 12 characters at one bit each, as 12 tokens of 2 symbols or as 4 tokens of 8 symbols.
-    letters = scored(torch.zeros(12, 2), torch.zeros(12, dtype=torch.long), characters=12)
-    triples = scored(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long), characters=12)
-    assert letters.bits_per_character == pytest.approx(1)
-    assert triples.bits_per_character == pytest.approx(1)
+def test_bits_per_byte_do_not_depend_on_the_tokenizer():
+    # 12 bytes at one bit each, as 12 tokens of 2 symbols or as 4 tokens of 8 symbols.
+    letters = scored(torch.zeros(12, 2), torch.zeros(12, dtype=torch.long), n_bytes=12)
+    triples = scored(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long), n_bytes=12)
+    assert letters.bits_per_byte == pytest.approx(1)
+    assert triples.bits_per_byte == pytest.approx(1)
     assert letters.perplexity == pytest.approx(2) and triples.perplexity == pytest.approx(8)
-    assert scored(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)).bits_per_character is None
+    assert scored(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)).bits_per_byte is None

@@ -32,12 +32,12 @@ def run(tmp_path) -> Path:
         "best_step": 150, "steps": 200, "tokens": 409_600, "success_rate": 0.99,
         "events": 3, "seconds": {"teacher": 3.0, "train": 80.2, "total": 110.4},
         "table": [
-            {"name": "teacher", "perplexity": 9.871, "bits_per_character": 0.91, "agreement": 1.0,
+            {"name": "teacher", "perplexity": 9.871, "bits_per_byte": 0.91, "agreement": 1.0,
              "kl": 0.0, "ece": 0.011, "answer_accuracy": None, "answer_rate": None, "left_out": 0},
-            {"name": "student before", "perplexity": 2051.4, "bits_per_character": 3.02,
+            {"name": "student before", "perplexity": 2051.4, "bits_per_byte": 3.02,
              "agreement": 0.004, "kl": 5.83, "ece": 0.21, "answer_accuracy": 0.0,
              "answer_rate": 0.0, "n": 40, "interval": [0.0, 0.088], "left_out": 2},
-            {"name": "student", "perplexity": 12.35, "bits_per_character": 0.99, "agreement": 0.684,
+            {"name": "student", "perplexity": 12.35, "bits_per_byte": 0.99, "agreement": 0.684,
              "kl": 0.311, "ece": 0.022, "answer_accuracy": 0.35, "answer_rate": 0.9,
              "n": 40, "interval": [0.221, 0.505], "left_out": 0},
         ],
@@ -110,7 +110,7 @@ def test_a_run_without_a_teacher_is_logged_as_such(run):
 def test_all_numbers_of_the_run_are_there(run):
     source, page = write_and_read(run, write_report)
     for expected in (
-        *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0"),
+        *("bits per byte", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0"),
         *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
         *("evaluation batches left out, not finite: 2", "steps200", "tokens409,600"),
         *("tokens per second5,095", "12.35 at step 150", "success rate, %99"),

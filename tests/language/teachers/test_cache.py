@@ -293,7 +293,7 @@ def test_the_gradient_of_the_draws_is_unbiased(tmp_path):
         ids=one.ids[:, :3].repeat(n, 1),
         counts=one.counts[:, :3].repeat(n, 1),
         documents=one.documents[:, :3].repeat(n, 1),
-        row_characters=one.row_characters.repeat(n),
+        row_bytes=one.row_bytes.repeat(n),
     )
     store = make(
         tmp_path, rows=blocks, batch_size=500, shard_rows=None, method="sample", k=3, block_size=3

@@ -167,7 +167,7 @@ def test_a_run_needs_no_weights_of_its_teacher(served, settings, models):
     path = run(served())
     row = table(path)["teacher"]
     live = run(settings(temperature=1.0, run_name="live", student_model="llama:1x32"))
-    for name in ("nll", "perplexity", "bits_per_character", "ece"):
+    for name in ("nll", "perplexity", "bits_per_byte", "ece"):
         assert row[name] == pytest.approx(table(live)["teacher"][name], rel=1e-4)
     assert config(path)["teacher"] == {"name": "teacher"}
     assert all(line["kd"] > 0 for line in log_lines(path) if "eval" not in line)

@@ -256,19 +256,21 @@ def test_the_first_rows_hold_the_same_text_for_both(trained):
     groups, expected = few.batch([0, 1]).groups(), blocks.batch([0, 1]).groups()
     assert torch.equal(groups.student.targets, expected.student.targets)
     assert torch.equal(groups.teacher.targets, expected.teacher.targets)
-    assert torch.equal(groups.characters, expected.characters)
+    assert torch.equal(groups.n_bytes, expected.n_bytes)
 
 
 @pytest.mark.parametrize("student", ["bytes", "word piece", "dropping"])
 def test_rows_are_those_of_make_blocks(trained, student):
-    data = dataset(STORY, ("She saw the dog. ", "a dog"), ("", "a dog"))
+    # The third one drops characters that it does not know.
+    completion = "a dog" if student == "dropping" else "a 👩‍👧 déjà vu"
+    data = dataset(STORY, ("She saw the dog. ", completion), ("", "a dog"))
     teacher = trained["bytes, more of them"]
     blocks = aligned_blocks(data, trained[student], teacher, 256)
     for ours, tokenizer in ((blocks.student, trained[student]), (blocks.teacher, teacher)):
         plain = make_blocks(data, tokenizer, 256, packing=False)
         assert torch.equal(ours.ids, plain.ids) and torch.equal(ours.counts, plain.counts)
         assert torch.equal(ours.documents, plain.documents)
-        assert torch.equal(ours.row_characters, plain.row_characters)
+        assert torch.equal(ours.row_bytes, plain.row_bytes)
     assert not blocks.student.left_out
 
 
@@ -278,9 +280,9 @@ def test_a_long_document_is_cut_where_both_sides_cut_it(trained):
     cut = aligned_blocks(dataset(STORY * 3), student, teacher, 20)
     assert len(whole) == 1 and len(cut) > 10 and "in" in cut.student.left_out[0]
     assert cut.student.ids.shape[1] == cut.teacher.ids.shape[1] == 20
-    assert cut.student.characters == whole.student.characters == len(STORY * 3)
+    assert cut.student.target_bytes == whole.student.target_bytes == len(STORY * 3)
     one, many = whole.batch([0]).groups(), cut.batch(range(len(cut))).groups()
-    assert torch.equal(one.characters, many.characters)
+    assert torch.equal(one.n_bytes, many.n_bytes)
     assert torch.equal(one.matched, many.matched)
     for a, b in ((one.student, many.student), (one.teacher, many.teacher)):
         assert torch.equal(a.targets, b.targets) and torch.equal(a.groups, b.groups)
@@ -302,7 +304,7 @@ def test_every_row_of_logits_stands_before_its_token(trained):
         assert (side.groups.diff() >= 0).all()
     assert groups.student.rows.max() < batch.student.input_ids.numel()
     one_by_one = [blocks.batch([row]).groups() for row in (3, 0, 1)]
-    assert torch.equal(groups.characters, torch.cat([g.characters for g in one_by_one]))
+    assert torch.equal(groups.n_bytes, torch.cat([g.n_bytes for g in one_by_one]))
     assert torch.equal(groups.teacher.targets, torch.cat([g.teacher.targets for g in one_by_one]))
 
 
@@ -310,20 +312,20 @@ def test_only_tokens_that_both_models_predict_count(trained):
     prompt, completion = "What did Lily see? ", "a dog"
     data = dataset((prompt, completion))
     blocks = aligned_blocks(data, trained["bytes"], trained["word piece"], 64)
-    assert blocks.batch([0]).groups().characters.tolist() == [2, 4]  # " a" begins in the prompt
-    assert blocks.student.characters == len(completion) and blocks.statistics()["coverage"] == 1
+    assert blocks.batch([0]).groups().n_bytes.tolist() == [2, 4]  # " a" begins in the prompt
+    assert blocks.student.target_bytes == len(completion) and blocks.statistics()["coverage"] == 1
     # A teacher without BOS before a prompt: the first token has no predictor on one side.
     text = aligned_blocks(dataset("a dog"), trained["bytes"], trained["word piece"], 64)
     before = text.batch([0]).groups()
-    assert before.characters.sum() == 5
+    assert before.n_bytes.sum() == 5
     no_start = text.teacher.ids.clone().roll(-1, 1)
     shifted = type(text)(
         text.student,
         type(text.teacher)(no_start, text.teacher.counts.roll(-1, 1), text.teacher.documents,
-                           text.teacher.row_characters, (), ""),
+                           text.teacher.row_bytes, (), ""),
         (text.ends[0], text.ends[1].roll(-1, 1)),
         text.vocabulary,
-        text.characters,
+        text.n_bytes,
     )  # fmt: skip
     after = shifted.batch([0]).groups()
     assert len(after) == len(before) - 1
@@ -334,16 +336,16 @@ def test_texts_longer_than_a_block_are_omitted_and_counted(trained):
     text = "The dog " + "家" * 40 + " went home"
     blocks = aligned_blocks(dataset(text), trained["bytes"], trained["dropping"], 32)
     stats = blocks.statistics()
-    lost = blocks.characters - blocks.student.characters
-    assert 40 <= lost < 50 and blocks.characters == len(text)
-    assert stats["coverage"] == 1 - lost / len(text)
-    assert "characters that fit in no row" in blocks.student.left_out[0]
+    lost = blocks.n_bytes - blocks.student.target_bytes
+    assert 3 * 40 <= lost < 130 and blocks.n_bytes == len(text.encode())
+    assert stats["coverage"] == pytest.approx(1 - lost / len(text.encode()))
+    assert "bytes that fit in no row" in blocks.student.left_out[0]
 
 
 def test_the_prompt_is_shortened_before_the_completion(trained):
     data = dataset((STORY, "a dog"))
     blocks = aligned_blocks(data, trained["bytes"], trained["dropping"], 40)
-    assert len(blocks) == 1 and blocks.student.characters == 5
+    assert len(blocks) == 1 and blocks.student.target_bytes == 5
     assert (blocks.ends[0] > 0).sum() > 10  # as much of the prompt as fits
 
 

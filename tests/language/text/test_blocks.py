@@ -103,13 +103,13 @@ def test_every_target_once_whatever_the_tokenizer(any_tokenizer, packing):
 
 
 @pytest.mark.parametrize(("packing", "block_size"), [(True, 7), (False, 64), (True, 512)])
-def test_characters_are_those_of_the_text(any_tokenizer, packing, block_size):
-    texts = (*STORIES, "  two  spaces, é and \n\nlines ", "a", "now 5 %")
+def test_bytes_are_those_of_the_text(any_tokenizer, packing, block_size):
+    texts = (*STORIES, "  two  spaces, é, 家, 👩‍👧 and \n\nlines ", "a", "now 5 %")
     blocks = make_blocks(dataset(*texts), any_tokenizer, block_size, packing=packing)
-    assert blocks.characters == sum(map(len, texts))
+    assert blocks.target_bytes == sum(len(text.encode()) for text in texts)
     halves = [blocks.batch(range(0, len(blocks), 2)), blocks.batch(range(1, len(blocks), 2))]
-    assert sum(b.characters for b in halves if len(b.rows)) == blocks.characters
-    assert (blocks.row_characters >= 0).all()
+    assert sum(b.target_bytes for b in halves if len(b.rows)) == blocks.target_bytes
+    assert (blocks.row_bytes >= 0).all()
 
 
 def test_a_part_of_the_rows(tokenizer):
@@ -117,7 +117,7 @@ def test_a_part_of_the_rows(tokenizer):
     assert len(blocks) > 4
     few, some = blocks.part(slice(1, 4)), blocks.batch(range(1, 4))
     assert torch.equal(few.batch(range(3)).input_ids, some.input_ids)
-    assert (len(few), few.characters, few.digest) == (3, some.characters, blocks.digest)
+    assert (len(few), few.target_bytes, few.digest) == (3, some.target_bytes, blocks.digest)
     assert len(blocks.part(slice(10**6))) == len(blocks)
 
 
@@ -142,7 +142,7 @@ def test_no_token_is_lost_or_doubled(tokenizer, texts, block_size, data):
     assert padded.ids[padded.counts].tolist() == wanted
     packed = make_blocks(dataset(*texts), tokenizer, block_size)
     assert Counter(pieces(packed)) == Counter(pieces(padded))
-    assert packed.characters == padded.characters == sum(map(len, texts))
+    assert packed.target_bytes == padded.target_bytes == sum(len(text.encode()) for text in texts)
     assert len(packed) <= len(padded)
     # Each further part begins with the last token of the part before.
     for text in texts:
@@ -160,7 +160,7 @@ def test_no_token_is_lost_or_doubled(tokenizer, texts, block_size, data):
 def test_only_the_completion_counts(any_tokenizer):
     pairs = [("Tom has 2 cats. How many?\n", "2 cats"), ("Lily saw a", " big red ball.")]
     blocks = make_blocks(dataset(*pairs), any_tokenizer, 64)
-    assert blocks.characters == sum(len(completion) for _, completion in pairs)
+    assert blocks.target_bytes == sum(len(completion) for _, completion in pairs)
     # Packed rows hold the longest first; the pairs are in that order.
     for (ids, counts), (prompt, completion) in zip(pieces(blocks), pairs, strict=True):
         first = counts.index(True)
@@ -182,7 +182,7 @@ def test_a_completion_without_a_prompt_has_a_start(shared_data, tokenizer):
         ((ids, counts),) = pieces(blocks)
         assert counts == (False, *[True] * (len(ids) - 1))
         assert ids[1:] == tuple(expected(tok, "a cat"))
-        assert blocks.characters == 5
+        assert blocks.target_bytes == 5
 
 
 def test_long_prompts_are_cut_at_the_start(tokenizer):
@@ -192,7 +192,7 @@ def test_long_prompts_are_cut_at_the_start(tokenizer):
     blocks = make_blocks(dataset((prompt, completion)), tokenizer, 24)
     assert blocks.ids.tolist() == [whole[-24:]]
     assert blocks.ids[blocks.counts].tolist() == tail
-    assert blocks.characters == len(completion)
+    assert blocks.target_bytes == len(completion)
     lost = len(whole) - 24
     assert blocks.left_out == (
         f"f:1: the document has {len(whole)} tokens (block_size 24); prompt tokens cut off: "
@@ -222,26 +222,26 @@ def test_only_assistant_tokens_count(tokenizer, monkeypatch):
         {"role": "user", "content": "a cat?"},
         {"role": "assistant", "content": "a dog!"},
         {"role": "user", "content": "a sun?"},
-        {"role": "assistant", "content": "a tree."},
+        {"role": "assistant", "content": "a café."},
         {"role": "user", "content": "good"},
     ]
     blocks = make_blocks(dataset(chat), tokenizer, 128)
     ((ids, counts),) = pieces(blocks)
     whole = (
-        "<s>[user]a cat?</s>[assistant]a dog!</s>[user]a sun?</s>[assistant]a tree.</s>"
+        "<s>[user]a cat?</s>[assistant]a dog!</s>[user]a sun?</s>[assistant]a café.</s>"
         "[user]good</s>"
     )
     assert tokenizer.decode(ids) == whole  # nothing is added to what the template writes
     counted = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
-    assert counted == "a dog!</s>a tree.</s>"
-    assert blocks.characters == len("a dog!a tree.")
+    assert counted == "a dog!</s>a café.</s>"
+    assert blocks.target_bytes == len("a dog!a café.".encode()) == 14
     # A part with user messages only is dropped.
     split = make_blocks(dataset(chat), tokenizer, 4, packing=False)
-    assert split.characters == blocks.characters and split.row_characters.min() >= 0
+    assert split.target_bytes == blocks.target_bytes and split.row_bytes.min() >= 0
     parts = pieces(split)
     assert all(any(counts) for _, counts in parts)
     counted = [i for ids, counts in parts for i, c in zip(ids, counts, strict=True) if c]
-    assert tokenizer.decode(counted) == "a dog!</s>a tree.</s>"
+    assert tokenizer.decode(counted) == "a dog!</s>a café.</s>"
 
 
 def test_chat_prompts_carry_no_loss_and_show_their_tools(tokenizer, monkeypatch):
@@ -250,7 +250,7 @@ def test_chat_prompts_carry_no_loss_and_show_their_tools(tokenizer, monkeypatch)
         "{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}({{ c.function.arguments.a }}){% endfor %}",
     )
-    call = {"type": "function", "function": {"name": "sun", "arguments": {"a": 2}}}
+    call = {"type": "function", "function": {"name": "sun", "arguments": {"a": "é"}}}
     turns = (
         {"role": "user", "content": "a cat?"},
         {"role": "assistant", "content": "a dog!"},
@@ -264,8 +264,8 @@ def test_chat_prompts_carry_no_loss_and_show_their_tools(tokenizer, monkeypatch)
     ((ids, counts),) = pieces(blocks)
     assert tokenizer.decode(ids).startswith("<sun><s>[user]a cat?")
     decoded = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
-    assert decoded == "sun(2)</s>"
-    assert blocks.characters == len('{"name": "sun", "arguments": {"a": 2}}')
+    assert decoded == "sun(é)</s>"
+    assert blocks.target_bytes == len('{"name": "sun", "arguments": {"a": "é"}}'.encode())
     # A template that knows of no tools would have it learn to say nothing.
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     with pytest.raises(ValueError, match="f:1: the chat template omits the tool calls"):
@@ -280,8 +280,8 @@ def test_the_first_token_never_counts(tokenizer, monkeypatch):
         assert not blocks.counts[:, 0].any()
         ids = tokenizer(" a cat  and so on", add_special_tokens=False)["input_ids"]
         assert blocks.ids[blocks.counts].tolist() == ids[1:]
-        assert blocks.row_characters.min() >= 0
-        assert blocks.characters <= len(" a cat ")
+        assert blocks.row_bytes.min() >= 0
+        assert blocks.target_bytes <= len(" a cat ")
 
 
 def test_messages_that_a_template_cannot_show(tokenizer, monkeypatch):

@@ -158,7 +158,7 @@ def test_only_answer_tokens_count_and_no_image_token(processor, here):
         learned = processor.tokenizer.decode(ids[counts], skip_special_tokens=True)
         answer = example.completion or example.messages[-1]["content"]
         assert learned.strip() == answer.strip()
-        assert int(blocks.row_characters[i]) == len(answer)
+        assert int(blocks.row_bytes[i]) == len(answer)
         if example.images:  # as many as its processor gives the images
             alone = processor(
                 images=[picture.image("") for picture in example.images],

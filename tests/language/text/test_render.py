@@ -288,7 +288,7 @@ def test_hostile_contents_are_learned_exactly(name, chat):
     for (begin, stop, n), content in zip(rendered.spans, spoken, strict=True):
         assert end <= begin <= stop
         part = rendered.text[begin:stop]
-        assert content.strip() in part and n == len(content)
+        assert content.strip() in part and n == len(content.encode())
         # Beside the content there are but an empty thought, channels and the end.
         assert len(part) <= len(content) + 60
         end = stop
@@ -355,7 +355,7 @@ def test_tokens_that_count_are_those_of_the_turns(name):
     rendered = render(texts.examples[0], tokenizer)
     decoded = tokenizer.decode(blocks.ids[0][blocks.counts[0]].tolist())
     assert decoded == "".join(rendered.text[a:b] for a, b, _ in rendered.spans)
-    assert blocks.characters == len("No.No.Bye.") and blocks.turns["learned"] == 3
+    assert blocks.target_bytes == len("No.No.Bye.") and blocks.turns["learned"] == 3
     # Cut into short rows, each of them counts once.
     short = make_blocks(texts, tokenizer, 8, packing=False)
     assert int(short.counts.sum()) == int(blocks.counts.sum())

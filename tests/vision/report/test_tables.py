@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from ssl_kd.language.report.tables import language_table
+from ssl_kd.language.report.tables import SCORES, language_table
 from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.report.tables import results_table
 
@@ -33,7 +33,7 @@ def test_every_metric_is_a_column_in_80_columns():
 
 
 def test_the_scores_of_a_language_run_fit_into_a_terminal():
-    row = {"perplexity": 4016.401, "bits_per_character": 3.25, "agreement": 1.0, "kl": 6.768}
+    row = {"perplexity": 4016.401, "bits_per_byte": 3.25, "agreement": 1.0, "kl": 6.768}
     row |= {"acceptance": 0.207, "ece": 0.019, "repetition": 0.964}
     names = ("teacher", "student before", "student")
     for more in ({}, {"answer_accuracy": 0.25, "answer_rate": 1.0}):
@@ -46,6 +46,15 @@ def test_the_scores_of_a_language_run_fit_into_a_terminal():
         assert shown.count("25.0") == (3 if more else 0)
         assert shown.count("100.0") == (6 if more else 3)  # agreement, questions answered
         assert all(len(line.rstrip()) <= 80 for line in shown.splitlines())
+
+
+def test_older_runs_keep_their_bits_per_character():
+    assert SCORES["bits_per_byte"][0] == "bits per byte"
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(language_table({"table": [{"name": "student", "bits_per_character": 3.25}]}))
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    assert "bits per character" in shown and "3.25" in shown and "bits per byte" not in shown
 
 
 def test_perplexities_over_two_tokenizers_are_not_compared():
