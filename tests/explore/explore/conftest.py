@@ -23,8 +23,7 @@ def mapped_run(photo_run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(mapped_run, tmp_path_factory):
-    run = shutil.copytree(mapped_run, tmp_path_factory.mktemp("served") / "copy")
-    with ExploreServer(Samples(run)) as server, answering(server):
+    with serving_copy(mapped_run, tmp_path_factory.mktemp("served")) as server:
         yield server
 
 
@@ -40,6 +39,14 @@ def run(serving):
 def server(serving, run):
     """The page of `run`."""
     return serving
+
+
+@contextmanager
+def serving_copy(run, folder):
+    """Yield a server of the page of a copy of a run, which is made in `folder`."""
+    copy = shutil.copytree(run, folder / "copy")
+    with ExploreServer(Samples(copy)) as server, answering(server):
+        yield server
 
 
 @contextmanager

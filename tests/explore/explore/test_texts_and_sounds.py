@@ -17,7 +17,7 @@ from ssl_kd_explore.explore.server import ExploreServer
 from ssl_kd_explore.explore.text_search import TextSearch
 from ssl_kd_explore.run import Run
 from tests.explore.explore.chromium import until
-from tests.explore.explore.conftest import answering
+from tests.explore.explore.conftest import answering, serving_copy
 from tests.explore.explore.test_server import ask
 from tests.media_runs import HOSTILE, RATE, TOPICS
 
@@ -29,15 +29,13 @@ def texts(text_run, tmp_path):
 
 @pytest.fixture(scope="module")
 def text_server(text_run, tmp_path_factory):
-    run = shutil.copytree(text_run, tmp_path_factory.mktemp("texts") / "run")
-    with ExploreServer(Samples(run)) as server, answering(server):
+    with serving_copy(text_run, tmp_path_factory.mktemp("texts")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def sound_server(sound_run, tmp_path_factory):
-    run = shutil.copytree(sound_run, tmp_path_factory.mktemp("sounds") / "run")
-    with ExploreServer(Samples(run)) as server, answering(server):
+    with serving_copy(sound_run, tmp_path_factory.mktemp("sounds")) as server:
         yield server
 
 
