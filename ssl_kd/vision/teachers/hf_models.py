@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssl_kd.core.errors import InputError, brief
 from ssl_kd.vision.teachers.base import Teacher
-from ssl_kd.vision.teachers.hugging_face import offline_without_network, unavailable
+from ssl_kd.vision.teachers.hugging_face import loading_from_transformers, unavailable
 from ssl_kd.vision.teachers.network import Network, Transform
 from ssl_kd.vision.teachers.request import Request
 from ssl_kd.vision.teachers.tokens import last_layers, one_layer
@@ -27,7 +27,7 @@ def load_hf(request: Request) -> Teacher:
 
     request.refuse_weights("has its own; a local model is hf:FOLDER")
     try:
-        with offline_without_network():
+        with loading_from_transformers():
             processor = AutoImageProcessor.from_pretrained(request.model)
             model: Any = AutoModel.from_pretrained(request.model)
     except OSError as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlparse
 
+from ssl_kd.core.quiet import quiet_transformers
 from ssl_kd.vision.teachers.base import TeacherUnavailable
 
 WAY = "check the name and the network, or give a folder with the model, hf:FOLDER"
@@ -60,3 +61,10 @@ def offline_without_network() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def loading_from_transformers() -> Iterator[None]:
+    """Load models of transformers without progress bars, and from the cache without a network."""
+    with offline_without_network(), quiet_transformers():
+        yield

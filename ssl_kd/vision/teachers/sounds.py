@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ssl_kd.core.errors import InputError, UnreadableSample
-from ssl_kd.core.quiet import quiet_transformers
 from ssl_kd.core.settings.import_paths import package_folder
 from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.vision.data.sounds import Sound, resampled
 from ssl_kd.vision.teachers.base import Teacher, TeacherUnavailable
-from ssl_kd.vision.teachers.hugging_face import WAY, offline_without_network, unavailable
+from ssl_kd.vision.teachers.hugging_face import WAY, loading_from_transformers, unavailable
 from ssl_kd.vision.teachers.request import Request
 from ssl_kd.vision.teachers.weights import read_weights
 
@@ -194,7 +193,7 @@ def load_audio_encoder(request: Request) -> AudioEncoder:
     from transformers import AutoFeatureExtractor, AutoModel
 
     try:
-        with offline_without_network(), quiet_transformers():
+        with loading_from_transformers():
             prepare: Any = AutoFeatureExtractor.from_pretrained(request.model)
             model: Any = AutoModel.from_pretrained(request.model, dtype=torch.float32)
     except (OSError, RuntimeError, ValueError, ImportError) as error:

@@ -15,7 +15,11 @@ from ssl_kd.core.settings.import_paths import check_installed
 from ssl_kd.core.shards.fingerprint import Fingerprint
 from ssl_kd.vision.teacher_kinds import SHORT_NAMES
 from ssl_kd.vision.teachers.base import Teacher
-from ssl_kd.vision.teachers.hugging_face import offline_without_network, unavailable
+from ssl_kd.vision.teachers.hugging_face import (
+    loading_from_transformers,
+    offline_without_network,
+    unavailable,
+)
 from ssl_kd.vision.teachers.load import load_teacher
 
 OPEN_CLIP_MODELS = {
@@ -137,7 +141,7 @@ def _hf_text(model: Any, name: str) -> Callable[[str], Tensor]:
     if not hasattr(model, "get_text_features"):
         raise InputError(f"{name} has no text encoder to compare texts with images")
     try:
-        with offline_without_network():
+        with loading_from_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(name.partition(":")[2])
     except (OSError, ValueError, ImportError) as error:
         raise unavailable(name, error, _WAY) from error

