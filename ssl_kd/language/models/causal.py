@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import io
@@ -10,9 +11,10 @@ import logging
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -244,11 +246,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 # --- loading --------------------------------------------------------------------------------------
 
 
+def _once(load: Callable[[ModelSource, bool], Any]) -> Callable[[ModelSource, bool], Any]:
+    """Make a loader read a GGUF file once, as that takes seconds, and return copies after that."""
+    kept = lru_cache(maxsize=4)(lambda source, remote_code, state: load(source, remote_code))
+
+    @wraps(load)
+    def copied(source: ModelSource, remote_code: bool) -> Any:
+        if source.gguf is None:
+            return load(source, remote_code)
+        file = os.stat(source.name)
+        return copy.deepcopy(kept(source, remote_code, (file.st_mtime_ns, file.st_size)))
+
+    return copied
+
+
+@_once
 def _load_config(source: ModelSource, remote_code: bool) -> Any:
     auto = llm_module("transformers").AutoConfig
     return auto.from_pretrained(source.path, trust_remote_code=remote_code, **source.options)
 
 
+@_once
 def _load_tokenizer(source: ModelSource, remote_code: bool) -> Any:
     auto = llm_module("transformers").AutoTokenizer
     try:
@@ -278,6 +296,7 @@ def _load_model(
         config = _load_config(source, remote_code)
         model, info = auto_model(config).from_pretrained(
             source.path,
+            config=config,
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=remote_code,  # None would ask on the terminal
             output_loading_info=True,
@@ -319,7 +338,7 @@ def _as_user_error(source: ModelSource) -> Iterator[None]:
         if is_out_of_memory(error) or isinstance(error, ImportError):
             raise
         if "Unrecognized configuration class" in str(error):
-            kind = _load_config(source, remote_code=False).model_type
+            kind = _load_config(source, False).model_type
             raise InputError(
                 f"{name!r} is a model of type {kind!r}, not a causal language "
                 "model; expected a model that AutoModelForCausalLM loads, such as GPT-2 or Llama"

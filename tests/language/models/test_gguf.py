@@ -1,5 +1,8 @@
 """Models in GGUF files and in packages: the weights and tokens of the model that was written."""
 
+import os
+from collections import Counter
+
 import pytest
 import torch
 
@@ -52,6 +55,30 @@ def test_a_gguf_file_gives_the_model_and_tokenizer_that_were_written(file, llama
     torch.testing.assert_close(logits(lm.model, lm.tokenizer), logits(llama, tokenizer))
     assert lm.weights_id == files_id(file)
     assert load_tokenizer(file).get_vocab() == tokenizer.get_vocab()
+
+
+def test_its_configuration_and_tokenizer_are_read_once(llama, tokenizer, tmp_path, monkeypatch):
+    file = write_gguf(tmp_path / "tiny.gguf", llama, tokenizer)
+    calls = Counter()
+    for name in ("AutoConfig", "AutoTokenizer"):
+        auto = getattr(transformers, name)
+
+        def counted(*args, name=name, load=auto.from_pretrained, **options):
+            calls[name] += 1
+            return load(*args, **options)
+
+        monkeypatch.setattr(auto, "from_pretrained", counted)
+    outline = outline_causal_lm(file)
+    outline.tokenizer.add_tokens(["<new>"])
+    outline.model.config.vocab_size = 3
+    lm = load_causal_lm(file)
+    assert calls == {"AutoConfig": 1, "AutoTokenizer": 1}
+    assert "<new>" not in lm.tokenizer.get_vocab()  # each caller has a copy of its own
+    assert lm.model.config.vocab_size == llama.config.vocab_size
+    assert lm.tokenizer(TEXT[0]).input_ids == tokenizer(TEXT[0]).input_ids
+    os.utime(file, ns=(1, 1))  # another file
+    load_causal_lm(file)
+    assert calls == {"AutoConfig": 2, "AutoTokenizer": 2}
 
 
 def test_its_outline_has_no_weights(file, llama):
