@@ -1,9 +1,11 @@
 """The main job of the language mode, end to end on tiny models: its files, and resuming."""
 
+import gc
 import json
 import logging
 import math
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from ssl_kd.core.runs.stop import Interrupted  # noqa: E402
 from ssl_kd.core.settings import SettingsError  # noqa: E402
 from ssl_kd.core.shards import FingerprintMismatch  # noqa: E402
 from ssl_kd.language.evaluate.judge import judge_tokens  # noqa: E402
+from ssl_kd.language.evaluate.judge_in_run import judge_teachers  # noqa: E402
 from ssl_kd.language.models.causal import load_causal_lm  # noqa: E402
 from ssl_kd.language.models.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.language.models.mixture import Mixture  # noqa: E402
@@ -291,6 +294,20 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
         texts, _ = texts_of(chosen)
         trained_teacher(chosen, texts, precision_of(chosen), tell)
         assert stages.count("teacher") == 12, changes
+
+
+@pytest.mark.parametrize("alpha_kd", [0.0, 0.5])
+def test_a_cached_teacher_is_released_once_it_is_scored(settings, tmp_path, alpha_kd):
+    chosen = settings(
+        teacher_cache=str(tmp_path / "cache"), cache_method="topk", alpha_kd=alpha_kd, alpha_ce=0.5
+    )
+    cache_teacher(chosen)
+    prepared = prepare(chosen, precision_of(chosen), lambda *args: None)
+    model = weakref.ref(prepared.teacher.lms[0].model)
+    assert model() is not None
+    prepared, (row,), _ = judge_teachers(prepared)
+    gc.collect()
+    assert model() is None and row["perplexity"] > 0
 
 
 @pytest.mark.parametrize("mode", [slow("all"), "auto"])

@@ -68,8 +68,9 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
         InputError: ALPHA_KD is above 0, and a teacher's output on held-out text is not finite.
     """
     teacher, is_half = prepared.teacher, prepared.precision.teacher == torch.float16
+    lms = teacher.lms  # a cached teacher drops its model when it is scored
     rows, texts = teacher.score(make_judge(prepared))
-    checked = zip(teacher.lms, teacher.frozen, rows, strict=False)
+    checked = zip(lms, teacher.frozen, rows, strict=False)
     for i, (lm, frozen, row) in enumerate(checked if prepared.settings.alpha_kd else ()):
         if not row["left_out"]:
             continue
@@ -83,8 +84,8 @@ def judge_teachers(prepared: Prepared) -> tuple[Prepared, list[Row], dict[str, l
             f"the output of the teacher {lm.name} on held-out text is not finite, so no student can"
             f" be trained on it{cause}"
         )
-    if rows and teacher.lms[0].model is not None:
-        _warn_of_uniform_guess(teacher.lms[0], rows[0])
+    if rows and lms[0].model is not None:
+        _warn_of_uniform_guess(lms[0], rows[0])
     return prepared, rows, {"teacher": texts} if rows else {}
 
 

@@ -82,16 +82,13 @@ class Cached(Teacher):
         return self.cache.facts()
 
     def score(self, judge: LanguageJudge) -> Scores:
-        """Score the teacher if its model is loaded."""
+        """Score the teacher if its model is loaded; drop the model, which the cache replaces."""
         if self.lms[0].model is None:
             return [], []
         model = FrozenTeacher(self.lms[0].model, device=self._device, dtype=self._dtype)
         row, texts = judge.row("teacher", model)
-        return [row], texts
-
-    def begin(self) -> None:
-        """Drop the model, which the cache replaces."""
         self.lms = [replace(lm, model=None) for lm in self.lms]
+        return [row], texts
 
     def answer(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """Return the stored answer."""
