@@ -27,7 +27,7 @@ from ssl_kd.language.models.student import build_student, save_student
 from ssl_kd.language.settings import LanguageSettings
 
 METHODS: dict[str, dict[str, Any]] = {
-    "CE alone": ALONE,
+    "CE alone": {**ALONE, "teacher_model": "none"},
     "CE and ALIGN chunks": {"align": "chunks"},
     "CE and ALIGN uld": {"align": "uld"},
 }
@@ -59,9 +59,9 @@ def print_table(runs: list[Run]) -> None:
     for (teacher, student, method), run in best.items():
         bits = f"{run['bits_per_byte']:.3f}", f"{run['bits_before']:.3f}"
         row(teacher, student, method, f"{run['rate']:g}", *bits, f"{run['seconds']:.0f}")
-    for run in best.values():
-        if run["bits_of_teacher"] is not None:
-            print(f"\n{run['teacher_model']}: {run['bits_of_teacher']:.3f} bits per byte")
+    teachers = {run["teacher_model"]: run["bits_of_teacher"] for run in runs}
+    for teacher, bits in teachers.items():
+        print(f"\n{teacher}: {bits:.3f} bits per byte")
 
 
 def main() -> None:
