@@ -59,7 +59,9 @@ def print_table(runs: list[Run]) -> None:
     for (teacher, student, method), run in best.items():
         bits = f"{run['bits_per_byte']:.3f}", f"{run['bits_before']:.3f}"
         row(teacher, student, method, f"{run['rate']:g}", *bits, f"{run['seconds']:.0f}")
-    teachers = {run["teacher_model"]: run["bits_of_teacher"] for run in runs}
+    teachers = {
+        run["teacher_model"]: run["bits_of_teacher"] for run in runs if run["bits_of_teacher"]
+    }
     for teacher, bits in teachers.items():
         print(f"\n{teacher}: {bits:.3f} bits per byte")
 

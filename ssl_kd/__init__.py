@@ -12,10 +12,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from ssl_kd.language.distillation import Distillation
+    from ssl_kd.sweep.records import runs
     from ssl_kd.vision.estimator import MultiHeadClusterer
     from ssl_kd_explore.run import Run
 
-__all__ = ["Distillation", "MultiHeadClusterer", "Run", "__version__"]
+__all__ = ["Distillation", "MultiHeadClusterer", "Run", "__version__", "runs"]
 __version__ = "0.1.0"
 
 
@@ -24,6 +25,7 @@ def __getattr__(name: str) -> object:
     homes = {
         "Distillation": "ssl_kd.language.distillation",
         "MultiHeadClusterer": "ssl_kd.vision.estimator",
+        "runs": "ssl_kd.sweep.records",
     }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)

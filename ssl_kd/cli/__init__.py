@@ -11,6 +11,7 @@ from ssl_kd.cli.checks import config, doctor, install_check, replay
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure, use_utf8
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
 from ssl_kd.cli.report import report
+from ssl_kd.cli.sweep import sweep, table
 from ssl_kd.cli.vision import program, train
 from ssl_kd.core.errors import BAD_INPUT, OK
 from ssl_kd.core.explorer import command
@@ -35,6 +36,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "cache a teacher's embeddings, on one machine or many, and stop",
     ),
     "distill": (partial(distill, prog="ssl_kd distill"), "distill a language model"),
+    "sweep": (sweep, "train a grid of runs: ssl_kd sweep --beta 0.5,0.6 --seed 0..4 --name betas"),
+    "table": (table, "put runs in a table: means over seeds, differences, tests; CSV, LaTeX"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),
     "verify": (verify, "compare the losses of live and cached teachers on your models"),
     "curate": (command("curate"), "find duplicates, outliers, leaks and wrong labels"),

@@ -119,7 +119,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     if {"-h", "--help"} & set(argv):
         print(f"Caches the embeddings of all splits, and stops.\n\n{parser.format_help()}")
     flags, rest = parser.parse_known_args(argv)
-    share = _share(flags.rank, flags.world)
+    share = share_of_process(flags.rank, flags.world)
     from ssl_kd.vision.settings import VisionSettings
 
     resolved = read_settings(VisionSettings, rest, config, prog=prog)
@@ -147,7 +147,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     return OK
 
 
-def _share(rank: int | None, world: int | None) -> tuple[int, int] | None:
+def share_of_process(rank: int | None, world: int | None) -> tuple[int, int] | None:
     """Return rank and number of processes from flags or launcher; None if there is only one."""
     if launched := launched_as(os.environ):
         if rank is not None or world is not None:

@@ -1,0 +1,1 @@
+"""Train a grid of runs (`ssl_kd sweep`), and put finished runs in a table (`ssl_kd table`)."""
