@@ -120,7 +120,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
         print(f"Caches the embeddings of all splits, and stops.\n\n{parser.format_help()}")
     flags, rest = parser.parse_known_args(argv)
     share = share_of_process(flags.rank, flags.world)
-    from ssl_kd.vision.settings import VisionSettings
+    from ssl_kd.vision.settings import AUTO, VisionSettings
 
     resolved = read_settings(VisionSettings, rest, config, prog=prog)
     check_dataset(resolved.dataset)
@@ -141,7 +141,10 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
         extractions = open_extractions(
             resolved, precision, shard_rows=flags.shard_rows, progress=progress
         )
-        caches = {e.manifest_file: e.fill(*(share or (0, 1))) for e in extractions.values()}
+        rank, world = share or (0, 1)
+        if world > 1 and resolved.teacher == AUTO:
+            _check_choice(extractions["train"].teacher.setting, world)
+        caches = {e.manifest_file: e.fill(rank, world) for e in extractions.values()}
     for manifest, summary in caches.items():
         print(f"{manifest}: {summary}")
     return OK
@@ -163,6 +166,21 @@ def share_of_process(rank: int | None, world: int | None) -> tuple[int, int] | N
             "(subtract 1 if your job array counts from 1)"
         )
     return rank, world
+
+
+def _check_choice(teacher: str, world: int) -> None:
+    """Raise InputError if other processes may choose another teacher for TEACHER `auto`.
+
+    Two teachers would fill two caches, and neither would ever be complete.
+    """
+    from ssl_kd.vision.teachers.choose import OF_PHOTOS
+
+    if teacher in OF_PHOTOS:
+        raise InputError(
+            "TEACHER is 'auto', which for photographs depends on what a machine has installed and "
+            f"can download. This one chose {teacher!r}, another one may not, but all {world} "
+            f"processes fill one cache: start each of them with --teacher {teacher}"
+        )
 
 
 def _device_of_process(device: str) -> str:

@@ -204,6 +204,26 @@ def test_invalid_arguments_are_one_line(flags, message, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_processes_do_not_choose_a_teacher_of_photographs_each(tmp_path, monkeypatch, capsys):
+    """A machine with a network chooses DINOv2; here the pixels stand for it."""
+
+    def load(name, *, dataset, **options):
+        teacher = load_teacher("pixels", dataset=dataset)
+        teacher.setting = "dinov2" if name == "auto" else name
+        return teacher
+
+    monkeypatch.setattr("ssl_kd.vision.run.load_teacher", load)
+    flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700", "--teacher")
+    assert command(*flags, "auto", "--rank", "0", "--world", "2") == 2
+    error = capsys.readouterr().err
+    assert "chose 'dinov2', another one may not, but all 2 processes fill one cache" in error
+    assert "start each of them with --teacher dinov2" in error and not (tmp_path / "c").exists()
+    for rank in ("0", "1"):
+        assert command(*flags, "dinov2", "--rank", rank, "--world", "2") == 0
+    assert EmbeddingStore.open(tmp_path / "c", "train").n == 1437
+    assert command(*flags, "auto") == 0  # one process alone may choose
+
+
 def test_ranks_come_from_flags_or_a_launcher_not_both(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
