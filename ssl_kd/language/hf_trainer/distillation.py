@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -29,6 +30,7 @@ from ssl_kd.language.models.causal import (
 )
 from ssl_kd.language.models.frozen import FrozenTeacher, linear_head
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.train.tied_weight import TiedGradient, tied_lookups
 
 NO_LOSS = -100  # the label of a token without loss, as in all of transformers
 
@@ -150,6 +152,7 @@ class DistillationTrainer(Trainer):
         self.teachers = [self._answer(one) for one in teachers if one is not None]
         self._student: Any = None
         self._sums: dict[str, Tensor] = {}
+        self._tied = TiedGradient()  # of the last forward pass
 
     def _check_before_loading(self, teachers: Sequence[Any]) -> None:
         """Check names and tokenizers before text is tokenized or a teacher is loaded."""
@@ -205,9 +208,11 @@ class DistillationTrainer(Trainer):
         rows, targets = next_token_targets(inputs["labels"], _counts(inputs))
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         self._prepare_student()
+        self._tied = TiedGradient()
         with self.accelerator.autocast():
             options = {} if all_logits else self._fewest_logits
-            outputs = model(**inputs, **options, use_cache=False)
+            with self._tied_lookups():
+                outputs = model(**inputs, **options, use_cache=False)
             answers = [answer(inputs, rows) for answer in self.teachers]
             weight = bias = None
             x = outputs.logits
@@ -225,6 +230,7 @@ class DistillationTrainer(Trainer):
                 temperature=self._temperature,
                 divergence=self._divergence,
                 weights=(self._weights["ce"], self._weights["kd"]),
+                give_weight_gradient=self._tied.add if self._tied.is_looked_up else None,
             )
         sums = {"ce": ce, "kd": kd} if answers else {"ce": ce}
         for name, term in sums.items():  # for log lines: sum, tokens, and whether it is left out
@@ -250,6 +256,15 @@ class DistillationTrainer(Trainer):
                 hidden[:] = [output.last_hidden_state]
 
             causal.base_model.register_forward_hook(keep)
+
+    def _tied_lookups(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass in which a tied weight gets a single gradient."""
+        causal: Any = without_adapters(self.model)
+        head = causal.get_output_embeddings()
+        # What is compiled is left to autograd.
+        if not self._linear or self.args.torch_compile:
+            return nullcontext()
+        return tied_lookups(causal.get_input_embeddings(), head.weight, self._tied)
 
     def compute_loss(
         self,
@@ -297,6 +312,7 @@ class DistillationTrainer(Trainer):
         scaler = self.accelerator.scaler
         scaled = losses if scaler is None else {n: scaler.scale(x) for n, x in losses.items()}
         self.guarding.guard.backward(scaled)
+        self._tied.check()
         values = torch.stack([x.detach() for x in losses.values()])
         finite = values.isfinite()
         return torch.where(finite.any(), values.where(finite, 0.0).sum(), torch.nan)

@@ -3,6 +3,7 @@
 import math
 import shutil
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback  # noqa: E402
+from ssl_kd.language.hf_trainer import distillation  # noqa: E402
+from ssl_kd.language.train.tied_weight import TiedGradient  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.marks import slow  # noqa: E402
@@ -125,9 +128,9 @@ def oracle(student, teacher, rows, temperature=2.0, alpha_kd=0.5, alpha_ce=0.5, 
     return float(loss.detach()), torch.autograd.grad(loss, list(student.parameters()))
 
 
-def one_step(folder, teacher, rows, batch, accumulation, collator=None, **options):
+def one_step(folder, teacher, rows, batch, accumulation, collator=None, student=None, **options):
     """How a step of plain gradient descent at learning rate 1 moves the weights; the loss."""
-    student = TINY.model(seed=1)
+    student = student or TINY.model(seed=1)
     before = [p.detach().clone() for p in student.parameters()]
     args = arguments(
         folder, max_steps=1, per_device_train_batch_size=batch, max_grad_norm=0.0,
@@ -181,6 +184,36 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_its_tokens(
     expected, gradient = oracle(TINY.model(seed=1), teacher_model(), rows, without_kd=sick_rows)
     assert loss == pytest.approx(expected, rel=1e-5)
     for found, exact in zip(moved, gradient, strict=True):
+        assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+def tied_model():
+    return TINY.model(seed=1, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("bad", [(), {1}])
+def test_a_tied_weight_has_the_gradient_of_autograd_in_one_tensor(tmp_path, monkeypatch, bad):
+    given, rows = [], samples()
+
+    class Noted(TiedGradient):
+        def add(self, gradient):
+            given.append(gradient.shape)
+            super().add(gradient)
+
+    def step():
+        return one_step(tmp_path, Moods(teacher_model(), bad=bad), rows, 4, 2, student=tied_model())
+
+    monkeypatch.setattr(distillation, "TiedGradient", Noted)
+    (moved, loss), n = step(), len(given)
+    assert n == 2 and {*given} == {tied_model().lm_head.weight.shape}
+    sick_rows = {4, 5, 6, 7} if bad else ()
+    expected, gradient = oracle(tied_model(), teacher_model(), rows, without_kd=sick_rows)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    monkeypatch.setattr(distillation, "tied_lookups", lambda *_: nullcontext())
+    plain, _ = step()
+    assert len(given) == n  # now autograd adds the two up
+    for found, other, exact in zip(moved, plain, gradient, strict=True):
+        assert torch.allclose(found, other, rtol=1e-5, atol=1e-7)
         assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
 
 
@@ -402,7 +435,7 @@ def test_a_folder_is_a_teacher_and_its_tokenizer_is_compared(tmp_path):
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def train_on(rank, folder, world, bad, accumulation):
+def train_on(rank, folder, world, bad, accumulation, tied=False):
     """A rank of a training, as torchrun starts it; or all of it in one process."""
     if world > 1:
         as_torchrun(rank, world)
@@ -411,7 +444,8 @@ def train_on(rank, folder, world, bad, accumulation):
     options |= {"per_device_train_batch_size": 4 // world, "max_grad_norm": 0.1}
     options |= {"gradient_accumulation_steps": accumulation, "per_device_eval_batch_size": 2}
     teacher = Moods(teacher_model(), bad=bad[rank])
-    trainer, witness, stop = trained(folder, teacher, eval_dataset=samples(8, seed=3), **options)
+    options |= {"eval_dataset": samples(8, seed=3), "student": tied_model() if tied else None}
+    trainer, witness, stop = trained(folder, teacher, **options)
     teacher.bad = ()
     metrics = trainer.evaluate()
     wrapper = type(trainer.model_wrapped).__name__
@@ -423,9 +457,9 @@ def train_on(rank, folder, world, bad, accumulation):
 
 @pytest.mark.parametrize("accumulation", [slow(1), 2])
 def test_two_processes_are_one_to_rounding(tmp_path, accumulation):
-    results = run_ranks(train_on, 2, tmp_path, 2, [(), ()], accumulation)
+    results = run_ranks(train_on, 2, tmp_path, 2, [(), ()], accumulation, True)
     assert results[0] == results[1] and results[0][0] == "DistributedDataParallel", results
-    _, alone, numbers, _, _ = train_on(0, tmp_path, 1, [()], accumulation)
+    _, alone, numbers, _, _ = train_on(0, tmp_path, 1, [()], accumulation, True)
     for a, b in zip(results[0][1], alone, strict=True):
         assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
     assert results[0][2] == pytest.approx(numbers, rel=1e-5)
