@@ -99,8 +99,9 @@ HEAD = "ssl_kd.heads.TEMIHead"
 # high-dimensional embeddings and many classes.
 HIDDEN_DIM = 96
 # What the heads minimize to find clusters: temi (pairwise mutual information) | sharpened
-# (self-distillation towards a sharper teacher) | fixed (cross-entropy to the partition alone) |
-# package.module.Class (your own).
+# (self-distillation towards a sharper teacher) | swav (prediction of balanced assignments) | scan
+# (same cluster for neighbors, large entropy over all) | iic (mutual information of the clusters of
+# two views) | fixed (cross-entropy to the partition alone) | package.module.Class (your own).
 LOSS = "temi"
 # Exponent of the pairwise mutual information, above 0, at most 1; 1: the plain objective. Lower:
 # more evenly sized clusters. At 0.5 and below unsure answers score as high as sure ones, and

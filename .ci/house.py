@@ -19,7 +19,8 @@ PRODUCTS = (ROOT / "ssl_kd" / "vision", ROOT / "ssl_kd" / "language")
 # The order in which to read the part of each product that matters most.
 READ_FIRST = {
     "ssl_kd/vision": """
-        stages train/objectives train/losses/mutual_information train/losses/self_distillation
+        stages train/objectives/base train/objectives/temi
+        train/losses/mutual_information train/losses/self_distillation
         train/heads/temi train/heads/bank train/pairs train/step train/rows train/convergence
         graph/criterion graph/spectral graph/layout graph/levels graph/ensemble""",
     "ssl_kd/language": """

@@ -20,6 +20,7 @@ from ssl_kd.language.settings.presets import PRESETS
 from ssl_kd.vision.settings import VisionSettings
 from tests.documents import BLOCK, NOTEBOOKS, PAGES, ROOT, blocks, commands, run
 from tests.marks import slow
+from tests.sweep.test_table import write_run
 from tests.tiny import sentence
 
 VISION = {"train.py", "train"}
@@ -79,6 +80,9 @@ def test_python_of_a_page_runs_with_the_printed_output(path, request, tmp_path, 
         Path("texts.jsonl").write_text("\n".join(texts))
     if "runs/latest" in code:
         shutil.copytree(request.getfixturevalue("photo_run"), "runs/latest")
+    if "runs/losses" in code:
+        for i, loss in enumerate(["temi", "scan"] * 2):
+            write_run(Path("runs/losses") / f"{i}", LOSS=loss, SEED=i // 2, acc=0.8 + i / 100)
     runs_commands = "runs unchanged in an empty folder" in path.read_text(encoding="utf-8")
     names = {"__name__": "guide"}
     for block in blocks(path, "python", *(["sh"] if runs_commands else [])):

@@ -98,7 +98,7 @@ def test_every_loss_and_a_custom_one_find_clusters(own, loss, how):
             "Lost",
             "expected package.module.Class, in an installed package or below the current folder",
         ),
-        ("Half", "expected a subclass of ssl_kd.vision.train.objectives.Objective"),
+        ("Half", "expected a subclass of ssl_kd.vision.train.objectives.base.Objective"),
         ("Asking", "needs colour, size, but there is no such setting: give the argument a default"),
     ],
 )
