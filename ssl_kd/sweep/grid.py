@@ -15,7 +15,7 @@ from ssl_kd.core.settings import Settings, SettingsError
 Combination = Mapping[str, str]
 """Setting -> its value in a run, as text."""
 
-_OF_THE_SWEEP = ("runs_dir", "run_name", "resume", "extend")
+_OF_THE_SWEEP = ("run_name", "resume", "extend")
 _MAX_RUNS = 10_000
 _MAX_NAME = 150  # characters, before a number that tells equal names apart
 
@@ -57,6 +57,8 @@ class Grid:
             values = _values(settings, field, text)
             if len(values) == 1:
                 flags += [name, values[0]]
+            elif field == "runs_dir":
+                raise SettingsError(f"RUNS_DIR is {text}; all runs of a sweep are in one folder")
             elif field in axes:
                 raise SettingsError(f"{name} is swept twice: give all of its values in one flag")
             else:

@@ -54,6 +54,7 @@ def test_names_that_would_be_equal_are_numbered():
         (["--beta", "0.5,0.6", "--beta", "0.7,0.8"], "swept twice"),
         (["--run_name", "x", "--seed", "0,1"], "leave it out, and name the sweep by --name"),
         (["--resume", "--seed", "0,1"], "leave it out"),
+        (["--runs_dir", "a,b"], "in one folder"),
         (["--seed", "4..0"], "expected a range"),
         (["--seed", "0..99999999"], "expected a range"),
     ],

@@ -127,6 +127,12 @@ def test_another_sweep_of_the_same_name_is_refused(folder, capsys):
     assert "other settings" in capsys.readouterr().err
 
 
+def test_the_folder_of_all_runs_is_a_setting(folder, tmp_path):
+    assert sweep("--seed", "0,1", "--beta", "0.5", "--runs_dir", "elsewhere") == 0
+    assert len(read_runs([tmp_path / "elsewhere" / "s"])[0]) == 2
+    assert not folder.exists()
+
+
 def test_a_name_with_a_slash_is_refused(folder, capsys):
     assert main(["sweep", "--name", "../x", "--seed", "0,1"]) == 2
     assert "without slashes" in capsys.readouterr().err
