@@ -128,7 +128,7 @@ def test_another_sweep_of_the_same_name_is_refused(folder, capsys):
 
 
 def test_the_folder_of_all_runs_is_a_setting(folder, tmp_path):
-    assert sweep("--seed", "0,1", "--beta", "0.5", "--runs_dir", "elsewhere") == 0
+    assert sweep("--beta", "0.5,0.6", "--runs_dir", "elsewhere") == 0
     assert len(read_runs([tmp_path / "elsewhere" / "s"])[0]) == 2
     assert not folder.exists()
 
