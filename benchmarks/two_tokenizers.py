@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--layers", default="layers:3")
     parser.add_argument("--model_dtype", default="bfloat16")
     parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--eval_rows", type=int, default=48)
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3])
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
@@ -91,8 +92,8 @@ def main() -> None:
         eval_path=str(args.texts / "all.jsonl"),
         batch_size=BATCH,
         train_rows=BATCH * args.max_steps,
-        eval_rows=48,
-        eval_every=max(1, args.max_steps // 2),
+        eval_rows=args.eval_rows,
+        eval_every=args.max_steps,
         generations=0,
         report_to="none",
     )
