@@ -8,6 +8,7 @@ from functools import partial
 
 from ssl_kd import __version__
 from ssl_kd.cli.checks import config, doctor, install_check, replay
+from ssl_kd.cli.evaluate import evaluate
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure, use_utf8
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
 from ssl_kd.cli.report import report
@@ -35,6 +36,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         lambda argv: train(["extract", *argv], prog="ssl_kd"),
         "cache a teacher's embeddings, on one machine or many, and stop",
     ),
+    "evaluate": (evaluate, "judge teachers by their embeddings: probes, k-NN, few-shot, RankMe"),
     "distill": (partial(distill, prog="ssl_kd distill"), "distill a language model"),
     "sweep": (sweep, "train a grid of runs: ssl_kd sweep --beta 0.5,0.6 --seed 0..4 --name betas"),
     "table": (table, "put runs in a table: means over seeds, differences, tests; CSV, LaTeX"),

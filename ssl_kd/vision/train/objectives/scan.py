@@ -35,12 +35,14 @@ class SCAN(OfProbabilities):
     def loss(  # noqa: D102
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
+        import torch
+
         from ssl_kd.vision.train import losses
 
         log_p = losses.log_probabilities(logits, self._student)
         log_mean = log_p.logsumexp(2) - math.log(log_p.shape[2])
         entropy = -(log_mean.exp() * log_mean).sum(-1).mean(1)
         pairs = list(combinations(range(log_p.shape[1]), 2))
-        apart = sum(-(log_p[:, v] + log_p[:, w]).logsumexp(-1) for v, w in pairs) / len(pairs)
+        apart = -torch.stack([(log_p[:, v] + log_p[:, w]).logsumexp(-1) for v, w in pairs]).mean(0)
         consistency = apart.mean(1) if weights is None else (apart * weights).sum(1)
         return consistency - self._entropy_weight * entropy
