@@ -155,7 +155,7 @@ RUN_NAME = None
 # Continue the last unfinished run, or the one named by RUN_NAME.
 RESUME = False
 # Where to log curves in addition to metrics.jsonl: auto (tensorboard if it is installed) | none |
-# tensorboard (files in the run folder) | wandb | trackio (packages to install).
+# tensorboard (files in the run folder) | wandb | trackio | mlflow (packages to install).
 REPORT_TO = "auto"
 # Return the device's cached memory after every step, which takes time; no effect on a CPU. The
 # first log lines say what else helps if memory runs out.

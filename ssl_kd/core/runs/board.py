@@ -1,4 +1,4 @@
-"""Send a run's curves to TensorBoard files, Weights & Biases, or Trackio."""
+"""Send a run's curves to TensorBoard files, Weights & Biases, Trackio or MLflow."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from ssl_kd.core.errors import MissingPackage, UserError, brief
 
-TRACKERS = ("wandb", "trackio")
+TRACKERS = ("wandb", "trackio", "mlflow")
+PROJECT = "ssl_kd"
 
 
 class BoardUnavailable(UserError, RuntimeError):
-    """A tracker (Weights & Biases or Trackio) cannot start logging the run."""
+    """A tracker, such as Weights & Biases, cannot start logging the run."""
 
 
 def check_boards(names: Collection[str]) -> None:
@@ -82,16 +83,41 @@ class Board:
 
 
 def _start(name: str, path: Path, config: Mapping[str, Any]) -> Any:
-    """Start or continue the run named after the folder; return the tracker's module."""
-    tracker: Any = importlib.import_module(name)
-    options = {"id": path.name, "dir": str(path)} if name == "wandb" else {}
+    """Start or continue the run named after the folder; return what has `log` and `finish`."""
     try:
+        if name == "mlflow":
+            return _MLflow(path, config)
+        tracker: Any = importlib.import_module(name)
+        options = {"id": path.name, "dir": str(path)} if name == "wandb" else {}
         tracker.init(
-            project="ssl_kd", name=path.name, config=dict(config), resume="allow", **options
+            project=PROJECT, name=path.name, config=dict(config), resume="allow", **options
         )
     except Exception as error:  # each tracker raises its own exceptions
+        offline = {"wandb": "set WANDB_MODE=offline, ", "mlflow": "set MLFLOW_TRACKING_URI, "}
         raise BoardUnavailable(
-            f"{name} does not accept the run ({brief(error)}): log in, set WANDB_MODE=offline for "
-            "wandb, or set REPORT_TO to 'none'"
+            f"{name} does not accept the run ({brief(error)}): log in, {offline.get(name, '')}or "
+            "set REPORT_TO to 'none'"
         ) from error
     return tracker
+
+
+class _MLflow:
+    """A run of MLflow, in the experiment `ssl_kd` of MLFLOW_TRACKING_URI."""
+
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(PROJECT)
+        file = path / "mlflow_run.txt"  # its id there, by which a resumed run continues
+        if file.exists():
+            self._mlflow.start_run(run_id=file.read_text(encoding="ascii"))
+            return
+        run = self._mlflow.start_run(run_name=path.name)
+        path.mkdir(parents=True, exist_ok=True)
+        file.write_text(run.info.run_id, encoding="ascii")
+        self._mlflow.log_params({name: str(value)[:500] for name, value in config.items()})
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics(dict(scalars), step=step)
+
+    def finish(self) -> None:
+        self._mlflow.end_run()

@@ -355,8 +355,9 @@ class RunSettings(Settings):
     report_to: str = setting(
         "auto",
         "where to log curves in addition to metrics.jsonl: auto (tensorboard if it is installed) |"
-        " none | tensorboard (files in the run folder) | wandb | trackio (packages to install)",
-        choices=("auto", "none", "tensorboard", "wandb", "trackio"),
+        " none | tensorboard (files in the run folder) | wandb | trackio | mlflow (packages to"
+        " install)",
+        choices=("auto", "none", "tensorboard", "wandb", "trackio", "mlflow"),
     )
     clear_cache_every_step: bool = setting(
         False,

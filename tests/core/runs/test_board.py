@@ -51,6 +51,40 @@ def test_a_tracker_gets_settings_and_numbers(tmp_path, monkeypatch, name):
     assert tracker.finished == 1
 
 
+class MLflow(types.ModuleType):
+    """A module with the functions of MLflow that are used."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            self.calls.append((name, *arguments, options))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc123"))
+
+        return call
+
+
+def test_mlflow_gets_settings_and_numbers_and_continues_a_resumed_run(tmp_path, monkeypatch):
+    mlflow = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for step in (3, 4):
+        with Board(tmp_path / "my-run", {"mlflow"}, {"SEED": 1, "TEXT": None}) as board:
+            board.log(step, {"ce": 1.5, "kd": float("nan")})
+    assert mlflow.calls == [
+        ("set_experiment", "ssl_kd", {}),
+        ("start_run", {"run_name": "my-run"}),
+        ("log_params", {"SEED": "1", "TEXT": "None"}, {}),
+        ("log_metrics", {"ce": 1.5}, {"step": 3}),
+        ("end_run", {}),
+        ("set_experiment", "ssl_kd", {}),
+        ("start_run", {"run_id": "abc123"}),
+        ("log_metrics", {"ce": 1.5}, {"step": 4}),
+        ("end_run", {}),
+    ]
+
+
 def test_a_missing_or_failing_tracker_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="REPORT_TO is 'trackio', .* pip install trackio, or set"):
