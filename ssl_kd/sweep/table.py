@@ -104,11 +104,12 @@ class RunTable:
 
     @property
     def compared_scores(self) -> list[str]:
-        """The scores in which a group can be compared with the baseline."""
+        """The scores in which groups differ from the baseline on a common seed."""
         return [
             score
             for score in self.scores
-            if score not in _NOT_COMPARED and any(self.compared(score))
+            if score not in _NOT_COMPARED
+            and any(d and (d.mean.value or d.mean.half) for d in self.compared(score))
         ]
 
 
@@ -148,7 +149,7 @@ def markdown(table: RunTable) -> str:
     """Return the tables in Markdown, with the runs and commands behind each row."""
     blocks = []
     for heading, head, rows in _tables(table):
-        body = [[f"**{text}**" if bold else text for text, bold in row] for row in rows]
+        body = [[_bold(text) if bold else text for text, bold in row] for row in rows]
         align = ["---", *["---:"] * (len(head) - 1)]
         lines = ["| " + " | ".join(map(_markdown, cells)) + " |" for cells in [head, align, *body]]
         blocks.append("\n".join([*([f"{heading}\n"] if heading else []), *lines]))
@@ -250,6 +251,12 @@ def _changes(scores: Sequence[str], of_group: Sequence[Difference | None]) -> Ro
         mean = difference.mean if difference else None
         cells.append((shown(score, mean, signed=True) + ("*" if significant else ""), significant))
     return cells
+
+
+def _bold(text: str) -> str:
+    """Return a cell in bold in Markdown; the asterisk of a significant difference is after it."""
+    number = text.removesuffix("*")
+    return f"**{number}**" + ("\\*" if number != text else "")
 
 
 def _markdown(text: str) -> str:

@@ -114,6 +114,15 @@ def test_the_best_of_each_column_is_bold_where_groups_differ(folder):
     assert "| 0.5 | 3 | 82.0 ± 5.0 | 50.0 |" in text
 
 
+def test_a_significant_difference_is_bold_and_marked(tmp_path):
+    for beta, values in {0.5: [0.5, 0.6, 0.7], 0.6: [0.601, 0.702, 0.801]}.items():
+        for seed, acc in enumerate(values):
+            write_run(tmp_path / f"{beta}_{seed}", BETA=beta, SEED=seed, acc=acc)
+    text = markdown(table_of(tmp_path))
+    assert "| 0.6 | **+10.1 ± 0.1**\\* |" in text
+    assert "k-NN" not in text.partition("Difference")[2]  # it is the same in all runs
+
+
 def test_fewer_seconds_are_better(tmp_path):
     for beta, seconds in ((0.5, 9.0), (0.6, 4.0)):
         run = tmp_path / f"{beta}"
@@ -131,8 +140,8 @@ def test_markdown_and_latex_name_commit_folder_and_command_of_every_run(folder):
 
 
 def test_latex_escapes_its_special_characters(tmp_path):
-    for name in ("a_b", "c&d"):
-        write_run(tmp_path / name, HEAD=name, SEED=0, acc=0.5)
+    for name, acc in (("a_b", 0.5), ("c&d", 0.6)):
+        write_run(tmp_path / name, HEAD=name, SEED=0, acc=acc)
     text = latex(table_of(tmp_path))
     assert r"a\_b & 1" in text
     assert r"c\&d & 1" in text
