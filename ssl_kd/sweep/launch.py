@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ from ssl_kd.core.errors import Interrupted, printable
 from ssl_kd.core.files import atomic_write_json
 from ssl_kd.core.files.lock import Lock, LockHeld
 from ssl_kd.core.memory import free_memory
-from ssl_kd.sweep.plan import Sweep
+from ssl_kd.sweep.plan import Sweep, read_object
 
 logger = logging.getLogger(__name__)
 
@@ -264,5 +263,5 @@ def read_failure(sweep_folder: Path, name: str) -> tuple[int, str] | None:
     file = failure_file(sweep_folder, name)
     if not file.exists():
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return found["code"], found["reason"]
+    failure = read_object(file)
+    return failure["code"], failure["reason"]

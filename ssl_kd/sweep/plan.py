@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.core.errors import InputError, RunFolderError
-from ssl_kd.core.files import atomic_write_json, atomic_write_text
+from ssl_kd.core.files import CorruptFileError, atomic_write_json, atomic_write_text
+from ssl_kd.core.runs.writer import read_json
 from ssl_kd.core.settings import Settings
 from ssl_kd.sweep.grid import Combination
 
@@ -49,7 +49,7 @@ class Sweep:
         file = self.folder / PLAN
         threads, before = self.threads, dict[str, Any]()
         if file.exists():
-            plan = json.loads(file.read_text(encoding="utf-8"))
+            plan = read_object(file)
             threads, before = plan["threads"], plan["runs"]
             same = {"mode": self.mode, "shared": dict(self.shared), "version": _VERSION}
             for name, value in same.items():
@@ -110,6 +110,22 @@ def check_name(name: str) -> str:
     if name in ("", ".", "..", "latest") or "/" in name or "\\" in name:
         raise InputError(f"--name is {name!r}; expected a name without slashes, such as betas")
     return name
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise CorruptFileError if there is something else in it."""
+    try:
+        content = read_json(file)
+    except (OSError, ValueError) as error:
+        raise CorruptFileError(
+            f"{file} cannot be read ({error}): restore it, or remove it"
+        ) from error
+    if not isinstance(content, dict):
+        raise CorruptFileError(
+            f"{file} holds a {type(content).__name__}; expected an object in JSON: restore it, or "
+            "remove it"
+        )
+    return content
 
 
 def _difference(before: Any, now: Any) -> str:

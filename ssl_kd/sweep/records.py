@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.core.errors import InputError
-from ssl_kd.core.runs.writer import read_json
+from ssl_kd.core.files import CorruptFileError
 from ssl_kd.core.settings.early import home_resolved
 from ssl_kd.sweep.launch import is_finished, read_failure
+from ssl_kd.sweep.plan import read_object
 
 ANSWERS = ("acc", "nmi", "ari", "ami")
 _OF_STUDENT = ("perplexity", "nll", "bits_per_byte", "kl", "agreement", "acceptance", "ece")
@@ -52,6 +54,9 @@ class Unfinished:
 def read_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Record], list[Unfinished]]:
     """Read runs, in the order of the paths, and of their names within a folder of runs.
 
+    A run is read once, also if several paths or links lead to it. A run whose files are damaged is
+    one of the unfinished.
+
     Args:
         paths: run folders, folders of runs such as that of a sweep, and patterns (`runs/a*`).
 
@@ -61,11 +66,14 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Record], li
     records: list[Record] = []
     unfinished: list[Unfinished] = []
     for folder in _folders(paths):
-        if is_finished(folder):
-            records.append(_record(folder))
-            continue
-        failure = read_failure(folder.parent, folder.name)
-        why = f"failed with code {failure[0]}: {failure[1]}" if failure else "not finished"
+        try:
+            if is_finished(folder):
+                records.append(_record(folder))
+                continue
+            failure = read_failure(folder.parent, folder.name)
+            why = f"failed with code {failure[0]}: {failure[1]}" if failure else "not finished"
+        except CorruptFileError as error:
+            why = str(error)
         unfinished.append(Unfinished(folder, why))
     return records, unfinished
 
@@ -101,15 +109,19 @@ def runs(*paths: str | os.PathLike[str]) -> Any:
 
 
 def _folders(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    found: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}  # without links -> as it is shown
     for path in paths:
         name = os.fspath(home_resolved(os.fspath(path)))
-        places = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        is_pattern = glob.has_magic(name) and not os.path.exists(name)
+        places = sorted(glob.glob(name)) if is_pattern else [name]
         inside = [folder for place in places for folder in _runs_in(Path(place))]
         if not inside:
             raise InputError(f"{path} holds no run: give run folders, or a folder of runs")
-        found.update(dict.fromkeys(inside))
-    return list(found)
+        for folder in inside:
+            target = folder.resolve()
+            if target not in folders or folders[target].is_symlink():  # such as `latest`
+                folders[target] = folder
+    return list(folders.values())
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -117,13 +129,13 @@ def _runs_in(folder: Path) -> list[Path]:
     if (folder / "config.json").exists():
         return [folder]
     if (folder / "sweep.json").exists():
-        return [folder / name for name in read_json(folder / "sweep.json")["runs"]]
+        return [folder / name for name in read_object(folder / "sweep.json")["runs"]]
     configs = sorted(folder.glob("*/config.json"))
     return [config.parent for config in configs if not config.parent.is_symlink()]
 
 
 def _record(folder: Path) -> Record:
-    config, metrics = read_json(folder / "config.json"), read_json(folder / "metrics.json")
+    config, metrics = read_object(folder / "config.json"), read_object(folder / "metrics.json")
     mode = config.get("mode", "vision")
     scores = _student_scores(metrics) if mode == "language" else _cluster_scores(metrics)
     scores["faults"] = metrics.get("events")
@@ -132,7 +144,7 @@ def _record(folder: Path) -> Record:
         folder,
         mode,
         {n: v for n, v in config.get("settings", {}).items() if n not in _NOT_SHOWN},
-        {name: float(value) for name, value in scores.items() if value is not None},
+        {n: float(v) for n, v in scores.items() if v is not None and math.isfinite(v)},
         config.get("commit"),
         config.get("command", ""),
     )
@@ -143,7 +155,8 @@ def _cluster_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
     rows: Sequence[Mapping[str, Any]] = metrics.get("table") or []
     splits = [row["split"] for row in rows]
     answer = next((row for row in rows if row["split"] == splits[-1]), {})
-    chosen = [head["criterion"] for head in metrics.get("heads") or [] if head.get("chosen")]
+    heads = [head for head in metrics.get("heads") or [] if head.get("chosen")]
+    chosen = [head["criterion"] for head in heads if head["criterion"] is not None]
     return {
         **{name: answer.get(name) for name in ANSWERS},
         "knn_accuracy": metrics.get("knn_accuracy"),
@@ -155,7 +168,7 @@ def _cluster_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _student_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores of the student after training, and its perplexity before."""
-    rows = {row["name"]: row for row in metrics["table"]}
-    student = rows["student"]
+    rows = {row["name"]: row for row in metrics.get("table") or []}
+    student = rows.get("student", {})
     scores = {name: student.get(name) for name in _OF_STUDENT}
     return {**scores, "success_rate": metrics.get("success_rate")}

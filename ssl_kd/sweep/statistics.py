@@ -11,11 +11,12 @@ from typing import Any
 from scipy import stats
 
 from ssl_kd.core.errors import InputError
-from ssl_kd.core.settings import RunSettings
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.sweep.records import Record
+from ssl_kd.vision.settings import VisionSettings
 
 SEED = "SEED"
-_NOT_COMPARED = {SEED, *(name.upper() for name in RunSettings.free_on_resume)}
+_SETTINGS = {"vision": VisionSettings, "language": LanguageSettings}
 LOWER_IS_BETTER = {"perplexity", "nll", "bits_per_byte", "kl", "ece", "repetition"}
 LOWER_IS_BETTER |= {"faults", "seconds"}
 
@@ -64,11 +65,19 @@ class Group:
         own = ", ".join(f"{name.lower()}={value}" for name, value in self.settings.items())
         return own or "all runs"
 
+    @property
+    def seeds(self) -> set[Any]:
+        """The seeds of the runs."""
+        return {record.settings.get(SEED) for record in self.records}
+
     def mean(self, score: str) -> Mean | None:
-        """Return the mean of a score; None if a run does not have it."""
-        values = [record.scores.get(score) for record in self.records]
-        known = [value for value in values if value is not None]
-        return Mean.of(known) if known and len(known) == len(values) else None
+        """Return the mean of a score over the seeds; None if a run does not have it.
+
+        Runs of one seed are no independent samples: they count once, by their mean.
+        """
+        if any(score not in record.scores for record in self.records):
+            return None
+        return Mean.of(list(self.by_seed(score).values()))
 
     def by_seed(self, score: str) -> dict[Any, float]:
         """Return the score of each seed; the mean of runs with the same one."""
@@ -80,12 +89,23 @@ class Group:
 
 
 def grouped(records: Sequence[Record]) -> list[Group]:
-    """Group runs that differ only in the seed, in the order of their first runs."""
+    """Group runs that differ only in the seed, in the order of their first runs.
+
+    Settings that do not change the result, such as LOG_EVERY, are not compared.
+
+    Raises:
+        InputError: there are runs of `train` and of `distill`.
+    """
+    modes = {record.mode: record.path for record in records}
+    if len(modes) > 1:
+        where = ", ".join(f"{path} is of mode {mode}" for mode, path in modes.items())
+        raise InputError(f"A table has runs of one mode, but {where}: give one mode's runs")
+    free = {name.upper() for mode in modes for name in _SETTINGS[mode].free_on_resume}
     names = dict.fromkeys(name for record in records for name in record.settings)
     differing = [
         name
         for name in names
-        if name not in _NOT_COMPARED
+        if name not in {SEED, *free}
         and len({repr(record.settings.get(name)) for record in records}) > 1
     ]
     found: dict[str, list[Record]] = {}
@@ -107,7 +127,7 @@ def baseline(groups: Sequence[Group], against: str | None) -> Group:
     if against is None:
         return groups[0]
     parts = [part.strip().partition("=") for part in against.split(",")]
-    fitting = [
+    fitting = [group for group in groups if group.name == against] or [
         group
         for group in groups
         if all(str(group.settings.get(name.upper())) == text for name, _, text in parts)

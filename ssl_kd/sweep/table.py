@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ssl_kd.core.errors import InputError
+from ssl_kd.core.errors import InputError, printable
 from ssl_kd.core.pages.tables import new_table
 from ssl_kd.core.settings import nearest
 from ssl_kd.sweep.records import Record, Unfinished
@@ -39,6 +39,9 @@ _USUAL = ("acc", "nmi", "ari", "knn_accuracy", "linear_probe", "criterion", "per
 _USUAL += ("bits_per_byte", "kl", "ece", "answer_accuracy", "faults", "seconds")
 _NOT_COMPARED = ("faults", "seconds")  # no seed makes runs alike in these
 SIGNIFICANT = 0.05
+_LATEX = {character: f"\\{character}" for character in "&%$#_{}"}
+_LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {character: f"${character}$" for character in "<>|"} | {"±": r"$\pm$"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class RunTable:
                     f"{nearest(score, known)}"
                 )
         groups = grouped(records)
-        columns = scores or [score for score in _USUAL if score in known]
+        columns = list(dict.fromkeys(scores)) or [score for score in _USUAL if score in known]
         return cls(groups, columns, baseline(groups, against), unfinished)
 
     @property
@@ -88,12 +91,14 @@ class RunTable:
     @property
     def notes(self) -> list[str]:
         """Sentences below the table: what was left out, and what was compared."""
-        sizes = {len(group.records) for group in self.groups}
+        sizes = {len(group.seeds) for group in self.groups}
         notes = []
         if max(sizes) > 1:
             notes.append("Mean and half of its 95 % interval (Student's t) over the seeds.")
         if len(sizes) > 1:
-            notes.append("The groups have different numbers of runs.")
+            notes.append("The groups have different numbers of seeds.")
+        if any(len(group.records) > len(group.seeds) for group in self.groups):
+            notes.append("Several runs have the same seed: they count once, by their mean.")
         if len(self.commits) > 1:
             notes.append(f"The runs are of {len(self.commits)} commits: {', '.join(self.commits)}.")
         return notes + [f"Left out: {run.path}: {run.why}" for run in self.unfinished]
@@ -180,7 +185,7 @@ def comma_separated(table: RunTable) -> str:
     compared = {score: table.compared(score) for score in table.scores}
     for i, group in enumerate(table.groups):
         row: dict[str, Any] = {name.lower(): value for name, value in group.settings.items()}
-        row["runs"] = len(group.records)
+        row["seeds"], row["runs"] = len(group.seeds), len(group.records)
         for score in table.scores:
             mean, difference = group.mean(score), compared[score][i]
             row[score] = mean and mean.value
@@ -202,7 +207,9 @@ def comma_separated(table: RunTable) -> str:
 def provenance(table: RunTable) -> list[str]:
     """Return a line for each run: its group, commit, folder and command."""
     return [
-        f"{group.name}: commit {record.commit or 'unknown'}, {record.path}: {record.command}"
+        printable(
+            f"{group.name}: commit {record.commit or 'unknown'}, {record.path}: {record.command}"
+        )
         for group in table.groups
         for record in group.records
     ]
@@ -226,7 +233,7 @@ def _tables(table: RunTable) -> list[tuple[str, list[str], list[Row]]]:
             (shown(score, group.mean(score)), any(group is winner for winner in winners[score]))
             for score in table.scores
         ]
-        means.append([*((text, False) for text in label), (f"{len(group.records)}", False), *cells])
+        means.append([*((text, False) for text in label), (f"{len(group.seeds)}", False), *cells])
     columns = [title(score) for score in table.scores]
     found = [("", [*head, "n", *columns], means)]
     if scores := table.compared_scores:
@@ -264,5 +271,5 @@ def _markdown(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    escaped = re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", "/"))
-    return escaped.replace("±", "$\\pm$")
+    escaped = re.sub(r"\W|_", lambda match: _LATEX.get(match[0], match[0]), text)
+    return re.sub(r"^-(?=\d)", "$-$", escaped)  # a minus sign, not a hyphen

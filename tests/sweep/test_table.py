@@ -149,6 +149,19 @@ def test_latex_escapes_its_special_characters(tmp_path):
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
 
 
+def test_latex_is_valid_for_backslashes_signs_and_commands_of_several_lines(tmp_path):
+    for name, acc in (("a^b", 0.6), ("~\\x", 0.5)):
+        write_run(tmp_path / name, HEAD=name, SEED=0, acc=acc)
+    config = json.loads((tmp_path / "a^b" / "config.json").read_text())
+    config["command"] = "ssl_kd train --x 'one\ntwo'"
+    (tmp_path / "a^b" / "config.json").write_text(json.dumps(config))
+    text = latex(table_of(tmp_path))
+    assert r"a\textasciicircum{}b & 1" in text
+    assert r"\textasciitilde{}\textbackslash{}x & 1" in text
+    assert "& $-$10.0 &" in text
+    assert not any(line.startswith("two") for line in text.splitlines())
+
+
 def test_csv_holds_unrounded_numbers(folder, tmp_path, capsys):
     out = tmp_path / "table.csv"
     assert main(["table", str(folder), "--scores", "acc", "--out", str(out)]) == 0
@@ -175,7 +188,75 @@ def test_runs_of_two_commits_are_pointed_out(folder):
     write_run(folder / "other", BETA=0.6, SEED=9, LOG_EVERY=20, acc=0.8, commit="def")
     notes = " ".join(table_of(folder).notes)
     assert "The runs are of 2 commits: abc, def." in notes
-    assert "different numbers of runs" in notes
+    assert "different numbers of seeds" in notes
+
+
+def test_a_run_is_read_once_although_a_link_leads_to_it(folder):
+    (folder / "latest").symlink_to("0.5_0")
+    for paths in ([f"{folder}/*"], [folder / "latest", folder], [folder, folder / "latest"]):
+        records, _ = read_runs(paths)
+        assert sorted(record.path for record in records) == sorted(folder.glob("0*"))
+    assert [record.path.name for record in read_runs([folder / "latest"])[0]] == ["latest"]
+
+
+def test_a_folder_with_the_characters_of_a_pattern_is_found(tmp_path):
+    write_run(tmp_path / "a[1]", SEED=0, acc=0.5)
+    assert len(read_runs([tmp_path / "a[1]"])[0]) == 1
+
+
+def test_runs_of_one_seed_count_once(folder):
+    for n in range(3):
+        write_run(folder / f"again{n}", BETA=0.5, SEED=0, LOG_EVERY=20, acc=ACC[0.5][0])
+    table = table_of(folder)
+    mean = table.groups[0].mean("acc")
+    low, high = stats.t.interval(0.95, 2, loc=0.82, scale=stats.sem(ACC[0.5]))
+    assert (mean.value, mean.n) == (pytest.approx(0.82), 3)
+    assert mean.half == pytest.approx((high - low) / 2)
+    assert "Several runs have the same seed" in " ".join(table.notes)
+
+
+def test_settings_that_do_not_change_the_result_make_no_groups(folder):
+    write_run(folder / "more", BETA=0.6, SEED=9, LOG_EVERY=5, EMBEDDINGS_DIR="elsewhere", acc=0.1)
+    groups = table_of(folder).groups
+    assert [group.settings for group in groups] == [{"BETA": 0.5}, {"BETA": 0.6}, {"BETA": 0.7}]
+
+
+def test_runs_of_two_modes_are_refused(folder):
+    (folder / "student").mkdir()
+    about = {"mode": "language", "settings": {"SEED": 0}}
+    (folder / "student" / "config.json").write_text(json.dumps(about))
+    (folder / "student" / "metrics.json").write_text("{}")
+    with pytest.raises(InputError, match="student is of mode language: give one mode's runs"):
+        table_of(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.json"])
+@pytest.mark.parametrize("text", ["{bad", "[1]", ""])
+def test_a_run_with_damaged_files_is_left_out_and_named(folder, name, text):
+    (folder / "0.5_0" / name).write_text(text)
+    records, unfinished = read_runs([folder])
+    assert len(records) == 8
+    assert unfinished[0].why.startswith(str(folder / "0.5_0" / name))
+
+
+def test_a_score_that_is_not_finite_is_none(folder):
+    metrics = json.loads((folder / "0.5_0" / "metrics.json").read_text())
+    (folder / "0.5_0" / "metrics.json").write_text(json.dumps(metrics | {"knn_accuracy": math.nan}))
+    assert table_of(folder).groups[0].mean("knn_accuracy") is None
+
+
+def test_a_chosen_head_without_criterion_is_left_out_of_its_mean(folder):
+    metrics = json.loads((folder / "0.5_0" / "metrics.json").read_text())
+    metrics["heads"][0]["criterion"] = None
+    (folder / "0.5_0" / "metrics.json").write_text(json.dumps(metrics))
+    assert read_runs([folder / "0.5_0"])[0][0].scores["criterion"] == 1.0
+
+
+def test_the_baseline_can_be_named_as_the_message_shows_it(tmp_path):
+    for name in ("a,b", "c"):
+        write_run(tmp_path / name, HEAD=name, SEED=0, acc=0.5)
+    table = table_of(tmp_path, against="head=a,b")
+    assert table.base.settings == {"HEAD": "a,b"}
 
 
 def test_a_score_that_one_run_of_a_group_lacks_is_not_averaged(folder):
