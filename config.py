@@ -50,7 +50,8 @@ EMBEDDING_DIM = None
 # 224).
 IMAGE_SIZE = None
 # Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
-# tokens) | both (concatenated) | last4 (class tokens of the last four layers, and the mean patch).
+# tokens) | both (concatenated) | last4 (class tokens of the last four layers, and the mean patch) |
+# patches (all patch tokens, with train.py extract).
 TOKEN = "class"
 # Threads that decode images, at least 0, at most 256; 0: chosen by the device. They decode ahead of
 # a GPU's teacher, and between the batches of a CPU's. Raise it if the progress bar waits for the

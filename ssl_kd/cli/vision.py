@@ -134,19 +134,22 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
 
     with ProgressBars(open_screen()) as progress:
         from ssl_kd.core.precision import Precision
+        from ssl_kd.vision.extract import Extraction
+        from ssl_kd.vision.patches import PatchExtraction
         from ssl_kd.vision.run import open_extractions
 
         device = resolved.device if share is None else _device_of_process(resolved.device)
         precision = Precision.for_device(device, resolved.use_fp16)
+        kind = PatchExtraction if resolved.token == "patches" else Extraction
         extractions = open_extractions(
-            resolved, precision, shard_rows=flags.shard_rows, progress=progress
+            resolved, precision, kind, shard_rows=flags.shard_rows, progress=progress
         )
         rank, world = share or (0, 1)
         if world > 1 and resolved.teacher == AUTO:
             _check_choice(extractions["train"].teacher.setting, world)
-        caches = {e.manifest_file: e.fill(rank, world) for e in extractions.values()}
-    for manifest, summary in caches.items():
-        print(f"{manifest}: {summary}")
+        caches = {e.file: e.fill(rank, world) for e in extractions.values()}
+    for file, summary in caches.items():
+        print(f"{file}: {summary}")
     return OK
 
 

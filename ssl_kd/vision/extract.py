@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,13 +80,8 @@ def fingerprint(dataset: Dataset, teacher: Teacher, precision: Precision) -> Fin
 
 
 @dataclasses.dataclass(frozen=True)
-class Extraction:
-    """Compute and store the embeddings of one split of a data set.
-
-    An interrupted extraction continues after its last complete shard with the same batches, so the
-    result does not depend on where it was interrupted. An unreadable sample is left out and listed
-    under `unreadable` in the manifest.
-    """
+class SplitExtraction:
+    """What to embed and store of one split of a data set, and how."""
 
     dataset: Dataset
     teacher: Teacher
@@ -119,8 +114,36 @@ class Extraction:
                 f"expected {teacher.dim} as in DATASET: compute both with the same model"
             )
 
+    @contextlib.contextmanager
+    def loaded(self, batches: Sequence[range]) -> Iterator[tuple[Embed, Iterable[Batch]]]:
+        """Return the function that embeds batches of rows, and the batches, which are decoded."""
+        self.teacher.to(self.precision.device)
+        load = _load_ahead if self.precision.device.type != "cpu" else _load_between
+        decoded = load(self.dataset, self.teacher, batches, self.workers)
+        with contextlib.closing(decoded):
+            yield Embed(self.teacher, self.precision, self.batch_size), decoded
+
+
+@dataclasses.dataclass(frozen=True)
+class Extraction(SplitExtraction):
+    """Compute and store the embeddings of one split of a data set.
+
+    An interrupted extraction continues after its last complete shard with the same batches, so the
+    result does not depend on where it was interrupted. An unreadable sample is left out and listed
+    under `unreadable` in the manifest.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher.grid is not None:
+            raise InputError(
+                "TOKEN is 'patches', which embeds every patch of an image: write the patches with "
+                "`train.py extract --token patches`, and cluster them with --dataset and the "
+                "folder that it names; or set TOKEN to 'patch', their mean in each image"
+            )
+
     @property
-    def manifest_file(self) -> Path:
+    def file(self) -> Path:
         """Path of the manifest of the complete cache."""
         return Path(self.folder) / f"embeddings_{self.split}.json"
 
@@ -206,7 +229,7 @@ class Extraction:
             named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
             counts, shown = (len(left_out), manifest["n"]), "; ".join(first_few(named, 5))
             message = "%d of %d samples of %s are left out: %s. All are listed in %s (unreadable)"
-            logger.warning(message, *counts, self.split, shown, self.manifest_file)
+            logger.warning(message, *counts, self.split, shown, self.file)
         if readable := [entry["id"] for entry in left_out if self._is_readable_now(entry)]:
             message = "%d left-out samples can be read now, first %s: to embed them, add %s"
             logger.warning(message, len(readable), readable[0], "--rebuild_damaged")
@@ -225,11 +248,7 @@ class Extraction:
         rows = {"features": _FEATURE_ROWS, "text": _TEXT_BATCHES * self.batch_size}
         batches = writer.batches(rows.get(self.dataset.kind, self.batch_size))
         if batches:
-            self.teacher.to(self.precision.device)
-            embed = _Embed(self.teacher, self.precision, self.batch_size)
-            load = _load_ahead if self.precision.device.type != "cpu" else _load_between
-            loaded = load(self.dataset, self.teacher, batches, self.workers)
-            with contextlib.closing(loaded):
+            with self.loaded(batches) as (embed, loaded):
                 _write(writer, self.dataset, embed, loaded, self.progress)
             if changed := self.teacher.report():
                 logger.warning("%s (%s): %s", printable(self.dataset.name), self.split, changed)
@@ -246,10 +265,24 @@ def summary_of(manifest: Manifest) -> str:
     return f"{text}; {n_left_out} samples are left out" if n_left_out else text
 
 
+def check_finite(
+    embeddings: Tensor, rows: Sequence[int], dataset: Dataset, teacher: Teacher
+) -> None:
+    """Raise InputError if an embedding of one of the `rows` is NaN or infinite."""
+    if bad := (~embeddings.flatten(1).isfinite().all(1)).nonzero()[:, 0].tolist():
+        row = rows[bad[0]]
+        raise InputError(
+            f"teacher {teacher.name!r} gives NaN or infinity for {len(bad)} of {len(rows)} "
+            f"samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): remove the "
+            "sample, check the teacher's weights, or compute in float32 (--device cpu, without "
+            "--use_fp16)"
+        )
+
+
 def _write(
     writer: EmbeddingWriter,
     dataset: Dataset,
-    embed: _Embed,
+    embed: Embed,
     loaded: Iterable[Batch],
     progress: Progress,
 ) -> None:
@@ -262,15 +295,7 @@ def _write(
 
     def append(rows: Sequence[int], read: Callable[[], Tensor]) -> None:
         embeddings = read()
-        bad = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
-        if bad:
-            row = rows[bad[0]]
-            raise InputError(
-                f"teacher {embed.teacher.name!r} gives NaN or infinity for {len(bad)} of "
-                f"{len(rows)} samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): "
-                "remove the sample, check the teacher's weights, or compute in float32 (--device "
-                "cpu, without --use_fp16)"
-            )
+        check_finite(embeddings, rows, dataset, embed.teacher)
         writer.append(embeddings, torch.tensor(rows))
 
     # One batch behind: a GPU computes the next batch while the last one is written.
@@ -322,7 +347,7 @@ def _copy_to_cpu(embeddings: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-class _Embed:
+class Embed:
     """Compute embeddings in the teacher's precision, and halve batches when memory runs out."""
 
     def __init__(self, teacher: Teacher, precision: Precision, batch_size: int) -> None:
@@ -335,6 +360,7 @@ class _Embed:
         )
 
     def __call__(self, samples: Tensor | list[Tensor]) -> Tensor:
+        """Return what the teacher embeds the prepared samples of a batch as."""
         if isinstance(self.teacher, Features):
             assert isinstance(samples, Tensor)
             return samples

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ssl_kd.core.errors import first_few, printable
 from ssl_kd.core.files import sha256_file
@@ -32,7 +32,7 @@ from ssl_kd.vision.data import (
     NoSuchSplit,
     open_dataset,
 )
-from ssl_kd.vision.extract import Dataset, Extraction, fingerprint
+from ssl_kd.vision.extract import Dataset, Extraction, SplitExtraction, fingerprint
 from ssl_kd.vision.fit import log_method
 from ssl_kd.vision.graph.number import check_enough
 from ssl_kd.vision.model import ROWS_PER_BLOCK
@@ -134,16 +134,22 @@ def _embed(
     return datasets, train.teacher, stores
 
 
+E = TypeVar("E", bound=SplitExtraction)
+
+
 def open_extractions(
-    settings: VisionSettings, precision: Precision, **options: Any
-) -> dict[str, Extraction]:
+    settings: VisionSettings,
+    precision: Precision,
+    kind: type[E] = Extraction,
+    **options: Any,
+) -> dict[str, E]:
     """Open the data of every split and the teacher; return split -> extraction."""
     precision.log(logger)
     datasets, teacher = open_data(settings, precision)
     folder = cache_folder(settings, datasets, teacher, precision)
     options |= {"precision": precision} | settings.extract_options
     return {
-        split: Extraction(dataset, teacher, folder, split=split, **options)
+        split: kind(dataset, teacher, folder, split=split, **options)
         for split, dataset in datasets.items()
     }
 

@@ -120,7 +120,7 @@ class TeacherSettings(Settings):
         "class",
         "which output of a vision transformer is the embedding: class (token) | patch (mean of the"
         " patch tokens) | both (concatenated) | last4 (class tokens of the last four layers, and"
-        " the mean patch)",
+        " the mean patch) | patches (all patch tokens, with train.py extract)",
         choices=tuple(TOKENS),
     )
     workers: int = setting(

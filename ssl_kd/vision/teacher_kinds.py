@@ -70,7 +70,7 @@ SHORT_NAMES = {
     "clip": "clip_vitb16",
 }
 """Maps the name of a family to one of its smaller models in `TIMM_MODELS`."""
-TOKENS = {"class": 1, "patch": 1, "both": 2, "last4": 5}
+TOKENS = {"class": 1, "patch": 1, "both": 2, "last4": 5, "patches": 1}
 """Maps the values of the setting TOKEN to the number of tokens that an embedding consists of."""
 
 

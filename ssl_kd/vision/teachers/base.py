@@ -42,6 +42,8 @@ class Teacher:
         weights_id: SHA-256 of the weights (see `weights_id`), or `none` without weights.
         transform_id: description of the preprocessing and of the token that is the embedding.
         device: device on which `embed` computes.
+        grid: rows and columns of the patches whose tokens `embed` returns, float32 `[sample, patch,
+            dim]`; None if it returns one embedding per sample.
         setting: value of TEACHER that loads it, which `load_teacher` sets; never `auto`.
     """
 
@@ -49,6 +51,7 @@ class Teacher:
     name: str
     setting: str
     dim: int
+    grid: tuple[int, int] | None = None
     weights_id: str = "none"
     transform_id: str
     device: torch.device = torch.device("cpu")

@@ -41,7 +41,8 @@ def load_teacher(
             for `pixels` the size of the images in `dataset`, or 32 if they are files.
         token: `class` (the class token, or the network's own pooling), `patch` (the mean of the
             patch tokens, without registers), `both` (concatenated) or `last4` (the class tokens of
-            the last four layers, and the mean patch). All but `class` need a ViT.
+            the last four layers, and the mean patch), or `patches` (all patch tokens, with which
+            `Teacher.grid` is set). All but `class` need a ViT.
         device: device on which the teacher runs.
         dataset: data to embed, which decides what `auto` is, the input shape of `pixels` and the
             width of `features`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -128,6 +129,17 @@ def _pair(sides: int | tuple[int, int]) -> tuple[int, int]:
     return (sides, sides) if isinstance(sides, int) else sides
 
 
+def _grid(n: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of `n` square patches of an input of this height and width."""
+    rows = max(1, round(math.sqrt(n * shape[0] / shape[1])))
+    if n % rows or rows * shape[1] != n // rows * shape[0]:
+        raise InputError(
+            f"the network returns {n} patch tokens for {shape[0]} x {shape[1]} pixels, which are "
+            "not a grid of square patches: set TOKEN to 'class' or 'patch'"
+        )
+    return rows, n // rows
+
+
 def _text_of(sides: int | tuple[int, int]) -> str:
     return str(sides) if isinstance(sides, int) else f"{sides[0]}x{sides[1]}"
 
@@ -149,8 +161,9 @@ class Network(Teacher):
     Args:
         name: name of the teacher, stored in a cache of its embeddings.
         model: network, which is frozen and set to evaluation mode.
-        features: function that computes embeddings `[image, dim]` from normalized images
-            `[image, 3, height, width]` with `model`.
+        features: function that computes embeddings `[image, dim]`, or the tokens of all patches
+            `[image, patch, dim]` row by row, from normalized images `[image, 3, height, width]`
+            with `model`.
         transform: preprocessing of the network.
         token: name of the token that `features` returns, stored in a cache of embeddings.
 
@@ -176,12 +189,14 @@ class Network(Teacher):
         self.weights_id = weights_id(model)
         blank = torch.zeros(1, 3, *transform.shape, dtype=torch.uint8)
         try:
-            self.dim = self.embed(blank).shape[1]
+            shape = self.embed(blank).shape
         except (AssertionError, RuntimeError) as error:
             size = _text_of(transform.size)
             raise InputError(
                 f"IMAGE_SIZE is {size}, which {name} does not accept: {brief(error)}"
             ) from error
+        self.dim = shape[-1]
+        self.grid = _grid(shape[1], transform.shape) if len(shape) == 3 else None
 
     def to(self, device: str | torch.device) -> Network:
         """Move the teacher to a device, in place."""
@@ -196,7 +211,10 @@ class Network(Teacher):
 
     @torch.inference_mode()
     def embed(self, batch: Tensor) -> Tensor:
-        """Normalize a batch of images and return the embeddings, float32 `[image, dim]`."""
+        """Normalize a batch of images and return the embeddings, float32 `[image, dim]`.
+
+        With a `grid`, they are `[image, patch, dim]`.
+        """
         batch = batch.to(self.device, non_blocking=True)
         # One buffer for all batches, because new memory costs a page fault per page.
         if self._input is None or self._input.numel() != batch.numel():

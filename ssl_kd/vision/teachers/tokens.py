@@ -13,12 +13,14 @@ def one_layer(token: str, pooled: Tensor, patches: Tensor) -> Tensor:
     """Return the embedding of a TOKEN that needs the last layer alone.
 
     Args:
-        token: `class`, `patch` or `both`.
+        token: `class`, `patch`, `both`, or `patches` for the patches themselves.
         pooled: the class token, or what the network pools instead, `[image, dim]`.
         patches: tokens of the patches, without class token and registers, `[image, patch, dim]`.
     """
     if token == "class":
         return pooled
+    if token == "patches":
+        return patches
     patch = _mean(patches)
     return patch if token == "patch" else torch.cat([pooled, patch], 1)
 
