@@ -23,7 +23,7 @@ from ssl_kd_explore import curate
 from ssl_kd_explore.clustered import settings_of, write_frame
 from ssl_kd_explore.columns import Columns, group_rows
 from ssl_kd_explore.compare import compare_runs
-from ssl_kd_explore.curate import Duplicates, Ranked
+from ssl_kd_explore.curate import Duplicates, Ranked, selection
 from ssl_kd_explore.curate.image_checks import ImageChecks
 from ssl_kd_explore.decisions import Curation
 from ssl_kd_explore.explore import map_of, serve, write_site
@@ -274,6 +274,92 @@ class Run:
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
         return curate.odd_images(ids, lambda row: samples.image(rows.start + row), progress)
 
+    def select(
+        self,
+        n: int,
+        by: str = "typical",
+        split: str = "train",
+        *,
+        near: str | None = None,
+        start: Sequence[str] = (),
+        seed: int = 0,
+    ) -> arrow.Table:
+        """Choose samples of a split to look at or to label; excluded ones are left out.
+
+        Args:
+            n: number of samples.
+            by: `typical` (centers of n groups of similar samples, the largest group first),
+                `diverse` (each is the one furthest from all before), `balanced` (equally many of
+                each cluster, the most certain first) or `near` (the most similar to a sample).
+            split: split to choose from.
+            near: for `near`, the name of that sample, as in the column `file`.
+            start: names of samples that were chosen before; the selection continues from them.
+            seed: seed of `typical`.
+
+        Returns:
+            A table with the columns `row`, `file`, `cluster` and `score`, in the order of the
+            choice. A score is the size of the group, the distance to those before, the confidence
+            or the cosine.
+
+        Raises:
+            InputError: `by` or a name is not known, or fewer than n samples remain.
+        """
+        names = self.samples.column("file", split).tolist()
+        clusters, allowed = self._clusters_of(split)
+        earlier = _rows_of(names, start)
+        options: dict[str, Any] = {"start": earlier, "allowed": allowed}
+        if by == "balanced":
+            confidence = self.samples.column("confidence", split)
+            chosen = selection.balanced(clusters, confidence, n, **options)
+        elif by in ("typical", "diverse", "near"):
+            x = selection.directions(self.samples.store(split))
+            if by == "typical":
+                chosen = selection.typical(x, n, seed=seed, **options)
+            elif by == "diverse":
+                chosen = selection.diverse(x, n, **options)
+            else:
+                (query,) = _rows_of(names, [near or ""])
+                chosen = selection.near(x, x[query], n, **options)
+        else:
+            raise InputError(f"by is {by!r}; expected 'typical', 'diverse', 'balanced' or 'near'")
+        return self._table_of(chosen.rows, names, clusters, split, score=chosen.scores)
+
+    def held_out(self, share: float, split: str = "train", *, seed: int = 0) -> arrow.Table:
+        """Choose a share of a split for validation, equally of all clusters.
+
+        A sample and its copies (`duplicates`) are on the same side; excluded ones are on neither.
+
+        Returns:
+            A table of the samples to hold out, with the columns `row`, `file` and `cluster`.
+
+        Raises:
+            InputError: `share` is not between 0 and 1.
+        """
+        names = self.samples.column("file", split).tolist()
+        clusters, allowed = self._clusters_of(split)
+        groups = self.duplicates(split).groups()
+        chosen = selection.held_out(groups, clusters, share, allowed=allowed, seed=seed)
+        return self._table_of(np.flatnonzero(chosen), names, clusters, split)
+
+    def _clusters_of(self, split: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the clusters of a split after all decisions, and the rows not excluded."""
+        rows = self.samples.splits[split]
+        part = slice(rows.start, rows.stop)
+        clusters = np.asarray(self.curation.clusters[part], np.int64)
+        return clusters, np.flatnonzero(~self.curation.excluded[part])
+
+    def _table_of(
+        self,
+        rows: NDArray[np.int64],
+        names: Sequence[str],
+        clusters: NDArray[np.int64],
+        split: str,
+        **columns: NDArray[np.float64],
+    ) -> arrow.Table:
+        files = arrow.array([names[row] for row in rows.tolist()], arrow.string())
+        about = {"row": rows + self.samples.splits[split].start, "file": files}
+        return arrow.table({**about, "cluster": clusters[rows], **columns})
+
     def compare(self, other: Run) -> dict[str, Any]:
         """Compare the clusters with those of another run, on the files that both have.
 
@@ -360,3 +446,14 @@ def _table(clusters: Sequence[Cluster]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("cluster", "name", "size", "confidence", ""))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _rows_of(names: Sequence[str], wanted: Sequence[str]) -> list[int]:
+    """Return the rows of samples with some names."""
+    places = {name: row for row, name in enumerate(names)} if wanted else {}
+    if missing := [name for name in wanted if name not in places]:
+        raise InputError(
+            f"there is no sample {missing[0]!r} in the split; expected a name as in its column "
+            f"file, such as {names[0]!r}"
+        )
+    return [places[name] for name in wanted]

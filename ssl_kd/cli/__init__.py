@@ -55,6 +55,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         command("compare"),
         "show where the clusters of two runs differ, and which are better",
     ),
+    "select": (
+        command("select"),
+        "choose typical, diverse or balanced samples; hold out a part without copies",
+    ),
     "report": (report, "write a run's report anew, with the names and decisions of people"),
     "export": (command("export"), "write a finished run for other programs"),
     "doctor": (doctor, "check for NaN and infinity; doctor gradients: in your language model"),
