@@ -94,15 +94,18 @@ def main() -> None:
     if args.memory:
         return print_memory(args.memory, 1000)
     header("set", "typical", "diverse", "random", "radius", "of random", "least possible")
-    ahead = total = 0
+    ahead = dict.fromkeys(("typical", "diverse"), 0)
+    total = 0
     for name, (x, y) in sets("natural", args.shelf, args.features, Sources.of(args)):
         found = compare(x, y, args.share)
         numbers = (f"{found[m]:.1f}" for m in ("typical", "diverse", "random"))
         radii = (f"{found[m]:.3f}" for m in ("radius", "random radius", "bound"))
         row(name, *numbers, *radii)
-        ahead += found["typical"] > found["random"]
+        for method in ahead:
+            ahead[method] += found[method] > found["random"]
         total += 1
-    print(f"\n`typical` is ahead of random on {ahead} of {total} sets.")
+    for method, n in ahead.items():
+        print(f"\n`{method}` is ahead of random on {n} of {total} sets.")
 
 
 if __name__ == "__main__":
