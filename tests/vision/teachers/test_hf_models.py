@@ -117,12 +117,13 @@ def test_each_token_is_that_of_the_models_own_forward(make, saved):
         assert out.last_hidden_state.shape[1] == prefix + 16
         expected["patch"] = out.last_hidden_state[:, prefix:].mean(1)
         expected["both"] = torch.cat([expected["class"], expected["patch"]], 1)
+        expected["patches"] = out.last_hidden_state[:, prefix:]
     if make in (vit, dinov2, dinov3):
         norm = model.norm if make is dinov3 else model.layernorm
         layers = [norm(layer) for layer in out.hidden_states[-4:]]
         parts = [layer[:, 0] for layer in layers] + [layers[-1][:, prefix:].mean(1)]
         expected["last4"] = torch.cat(parts, 1)
-    for token in ("class", "patch", "both", "last4"):
+    for token in ("class", "patch", "both", "last4", "patches"):
         if token in expected:
             embedded = load_teacher(name, token=token).embed(batch)
             torch.testing.assert_close(embedded, expected[token], rtol=1e-5, atol=1e-6)

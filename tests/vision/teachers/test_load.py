@@ -126,7 +126,7 @@ def test_dinov2_from_a_file(tmp_path, shallow, name, published):
     torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
     batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
     embeddings = {}
-    for token in ("class", "patch", "both"):
+    for token in ("class", "patch", "both", "patches"):
         teacher = load_teacher(
             name,
             weights=tmp_path / "w.pth",
@@ -145,8 +145,10 @@ def test_dinov2_from_a_file(tmp_path, shallow, name, published):
     registers = 4 if name.endswith("reg") else 0
     assert tokens.shape[1] == 1 + registers + 4
     torch.testing.assert_close(embeddings["class"], tokens[:, 0], rtol=1e-4, atol=1e-4)
-    patch = tokens[:, 1 + registers :].mean(1)
-    torch.testing.assert_close(embeddings["patch"], patch, rtol=1e-4, atol=1e-4)
+    patches = tokens[:, 1 + registers :]
+    torch.testing.assert_close(embeddings["patches"], patches, rtol=1e-4, atol=1e-4)
+    assert teacher.grid == (2, 2) and teacher.dim == 384  # of the last one
+    torch.testing.assert_close(embeddings["patch"], patches.mean(1), rtol=1e-4, atol=1e-4)
     assert torch.equal(embeddings["both"], torch.cat([embeddings["class"], embeddings["patch"]], 1))
 
 
@@ -196,7 +198,7 @@ def test_models_of_the_hub(name, repository, model_name, side, monkeypatch):
     monkeypatch.setattr(torch.hub, "load", load)
     batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
     embeddings = {}
-    for token in ("class", "patch", "both", "last4"):
+    for token in ("class", "patch", "both", "last4", "patches"):
         teacher = load_teacher(name, image_size=28, token=token)
         assert teacher.name == f"{model_name} (hub)" and isinstance(teacher, Network)
         assert teacher.transform_id.startswith(f"28 px of {side} bicubic")
@@ -210,6 +212,8 @@ def test_models_of_the_hub(name, repository, model_name, side, monkeypatch):
     of_class = out["x_norm_clstoken"]
     last4 = torch.cat([8 * of_class, 9 * of_class, 10 * of_class, 11 * of_class, 11 * patch], 1)
     torch.testing.assert_close(embeddings["last4"], last4, rtol=1e-4, atol=1e-4)
+    patches = out["x_norm_patchtokens"]
+    torch.testing.assert_close(embeddings["patches"], patches, rtol=1e-4, atol=1e-4)
 
 
 def test_a_classifier_of_several_layers_is_loaded_and_removed(tmp_path):
