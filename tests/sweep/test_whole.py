@@ -1,4 +1,4 @@
-"""Sweeps of real runs, killed and continued."""
+"""Sweeps of real runs: three objectives, one of them the user's, killed and continued."""
 
 import signal
 import subprocess
@@ -10,9 +10,21 @@ import pytest
 from ssl_kd.sweep.records import read_runs
 from tests.processes import PYTHONPATH, python
 
-SWEEP = ["-m", "ssl_kd", "sweep", "--name", "s", "--beta", "0.5,0.7", "--seed", "0,1"]
-SWEEP += ["--method", "heads", "--max_steps", "300", "--checkpoint_every", "20", "--n_heads", "4"]
-SWEEP += ["--baselines", "false", "--report_to", "none"]
+SWEEP = ["-m", "ssl_kd", "sweep", "--name", "s", "--loss", "temi,scan,my_loss.Harder"]
+SWEEP += ["--seed", "0,1", "--method", "heads", "--max_steps", "100", "--checkpoint_every", "20"]
+SWEEP += ["--n_heads", "4", "--baselines", "false", "--report_to", "tensorboard"]
+OWN = '''
+from ssl_kd.vision.train.objectives import Sharpened
+
+
+class Harder(Sharpened):
+    """`Sharpened` with targets that are sharpened once more."""
+
+    def targets(self, logits, marginal):
+        targets, mean = super().targets(logits, marginal)
+        targets = targets.square()
+        return targets / targets.sum(-1, keepdim=True), mean
+'''
 
 
 def scores(folder):
@@ -28,8 +40,9 @@ def scores(folder):
 @pytest.mark.slow
 def test_a_killed_sweep_continues_to_the_same_table(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
+    for folder in (whole, killed):
+        folder.mkdir()
+        (folder / "my_loss.py").write_text(OWN)
     assert python(whole, *SWEEP).returncode == 0
     process = subprocess.Popen(
         [sys.executable, *SWEEP],
@@ -38,7 +51,7 @@ def test_a_killed_sweep_continues_to_the_same_table(tmp_path):
         stderr=subprocess.DEVNULL,
         env={"PYTHONPATH": PYTHONPATH},
     )
-    second = killed / "runs" / "s" / "beta-0.5_seed-1"
+    second = killed / "runs" / "s" / "loss-temi_seed-1"
     while not any(second.glob("checkpoint*")):
         assert process.poll() is None
         time.sleep(0.1)
@@ -46,4 +59,10 @@ def test_a_killed_sweep_continues_to_the_same_table(tmp_path):
     process.wait()
     result = python(killed, *SWEEP, text=True)
     assert result.returncode == 0
+    assert len(scores(whole)) == 6
     assert scores(killed) == scores(whole)
+    for run in scores(whole):
+        assert any((whole / "runs" / "s" / run / "tensorboard").iterdir())
+    table = python(whole, "-m", "ssl_kd", "table", "runs/s", "--out", "table.tex", text=True)
+    assert table.returncode == 0
+    assert r"my\_loss.Harder & 2 &" in (whole / "table.tex").read_text()
