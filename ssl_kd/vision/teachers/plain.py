@@ -16,6 +16,7 @@ _EXAMPLES = {"image": "pixels", "text": "minilm", "audio": "resemblyzer"}
 def load_pixels(request: Request) -> Pixels:
     """Return a teacher of the size of the data's images, or of 32 x 32 if they are files."""
     request.refuse_weights("has no weights")
+    request.refuse_token("has no tokens")
     image_size = request.image_size
     arrays: np.ndarray | None = getattr(request.dataset, "arrays", None)
     if arrays is None:
@@ -28,6 +29,7 @@ def load_pixels(request: Request) -> Pixels:
 def load_features(request: Request) -> Features:
     """Return the placeholder for the teacher that computed the data's features."""
     request.refuse_weights("has no weights")
+    request.refuse_token("has no tokens")
     features: np.ndarray | None = getattr(request.dataset, "features", None)
     if features is None:
         kind = getattr(request.dataset, "kind", "image")

@@ -45,15 +45,20 @@ class Request:
                 f"{why}: leave TEACHER_WEIGHTS at None"
             )
 
+    def refuse_token(self, why: str) -> None:
+        """Raise InputError if TOKEN is set; `why` follows the teacher's name."""
+        if self.token != "class":
+            raise InputError(
+                f"TOKEN is {self.token!r}, but the teacher {self.name!r} {why}: leave TOKEN at "
+                "'class'"
+            )
+
     def refuse_image_options(self) -> None:
         """Raise InputError if a setting is set that only teachers of images have."""
         self.refuse_weights("has its own; a local model is hf:FOLDER")
-        for setting, value, default in (
-            ("IMAGE_SIZE", self.image_size, None),
-            ("TOKEN", self.token, "class"),
-        ):
-            if value != default:
-                raise InputError(
-                    f"{setting} is {value!r}, but the teacher {self.name!r} embeds no images: leave"
-                    f" {setting} at {default!r}"
-                )
+        self.refuse_token("embeds no images")
+        if self.image_size is not None:
+            raise InputError(
+                f"IMAGE_SIZE is {self.image_size!r}, but the teacher {self.name!r} embeds no "
+                "images: leave IMAGE_SIZE at None"
+            )

@@ -71,6 +71,8 @@ def test_features_need_a_feature_file():
         ({"name": "torchvision:resnet1"}, "did you mean resnet18"),
         ({"name": "torchvision:resnet18", "token": "patch"}, "set it to 'class'"),
         ({"name": "pixels", "token": "cls"}, "TOKEN is 'cls', but must be one of 'class'"),
+        ({"name": "pixels", "token": "patches"}, "teacher 'pixels' has no tokens: leave TOKEN at"),
+        ({"name": "features", "token": "patch"}, "TOKEN is 'patch', but the teacher 'features'"),
         (
             {"name": "pixels", "image_size": 0},
             "IMAGE_SIZE is 0, but must be a whole",
