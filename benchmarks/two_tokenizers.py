@@ -27,7 +27,7 @@ from ssl_kd.language.models.student import build_student, save_student
 from ssl_kd.language.settings import LanguageSettings
 
 METHODS: dict[str, dict[str, Any]] = {
-    "CE alone": {**ALONE, "teacher_model": "none"},
+    "CE alone": {**ALONE, "align": "chunks"},  # the rows of the others
     "CE and ALIGN chunks": {"align": "chunks"},
     "CE and ALIGN uld": {"align": "uld"},
 }

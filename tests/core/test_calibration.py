@@ -28,7 +28,7 @@ def test_the_error_is_that_of_tokens(rows):
     found = calibration(confidence, right)
     scores, zero = TokenScores(), torch.zeros(len(rows))
     values = TokenValues(zero, torch.tensor(confidence), torch.tensor(right).double())
-    scores.add([values], [0], characters=1)
+    scores.add([values], [0], n_bytes=1)
     assert found["ece"] == pytest.approx(scores.ece, abs=1e-5)
     assert sum(b["n"] for b in found["bins"]) == len(rows)
     assert all(b["low"] <= b["confidence"] <= b["high"] for b in found["bins"])
