@@ -31,15 +31,15 @@ def _evaluate(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the scores and how to repeat them")
     flags, rest = parser.parse_known_args(argv)
 
-    from ssl_kd.sweep.grid import Grid
+    from ssl_kd.sweep.grid import Grid, flags_of
     from ssl_kd.vision.settings import VisionSettings
 
     grid = Grid.read(VisionSettings, rest)
     compared = []
     for own in list(grid.combinations().values()) if grid.axes else [{}]:
-        words = [word for field, text in own.items() for word in (f"--{field}", text)]
+        flags_of_run = [*grid.flags, *flags_of(own)]
         settings, _ = resolve_settings(
-            VisionSettings, [*grid.flags, *words], Path("config.py"), prog="ssl_kd evaluate"
+            VisionSettings, flags_of_run, Path("config.py"), prog="ssl_kd evaluate"
         )
         check_dataset(settings.dataset)
         check_dataset(settings.dataset_test)

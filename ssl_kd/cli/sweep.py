@@ -40,7 +40,7 @@ def _sweep(argv: list[str]) -> int:
     parser = FlagParser(prog="ssl_kd sweep", description=_DESCRIPTION)
     add = parser.add_argument
     add("--name", required=True, help="name of the folder in RUNS_DIR that gets the runs")
-    add("--jobs", type=integer_from(1), default=1, help="runs at once; default: 1, or one per GPU")
+    add("--jobs", type=integer_from(1), help="runs at once; default: 1, or one per GPU")
     add("--list", type=Path, help="CSV file of settings: a column for each, a row for each run")
     add("--rank", type=int, help="number of this process in a job array, from 0")
     add("--world", type=int, help="number of processes; srun and mpirun set --rank and --world")
@@ -55,11 +55,15 @@ def _sweep(argv: list[str]) -> int:
     grid = Grid.read(settings, rest)
     listed = read_list(flags.list, settings) if flags.list else []
     combinations = grid.combinations(listed)
-    plan = _plan(mode, check_name(flags.name), grid, combinations, flags.jobs)
+    plan = _plan(mode, check_name(flags.name), grid, combinations)
     if flags.dry_run:
+        plan = plan.continued()
         print("\n".join(plan.command(name) for name in plan.runs))
         return OK
-    return _train(plan.save(), list(plan.runs)[rank::world], flags.jobs)
+    gpus = _gpus(plan)
+    jobs = flags.jobs or max(1, len(gpus))
+    plan = plan.save(_threads(jobs))
+    return _train(plan, list(plan.runs)[rank::world], jobs, gpus)
 
 
 def _settings_class(mode: str) -> type[RunSettings]:
@@ -72,25 +76,33 @@ def _settings_class(mode: str) -> type[RunSettings]:
     return LanguageSettings
 
 
-def _plan(
-    mode: str, name: str, grid: Grid, combinations: Mapping[str, Combination], jobs: int
-) -> Sweep:
-    """Return the plan of a sweep; raise SettingsError if the settings of a run are invalid."""
+def _plan(mode: str, name: str, grid: Grid, combinations: Mapping[str, Combination]) -> Sweep:
+    """Return the plan of a sweep.
+
+    Raises:
+        SettingsError: the settings of a run are invalid.
+        InputError: two runs have the same settings.
+    """
     from ssl_kd.language.settings.presets import PRESETS
+    from ssl_kd.sweep.grid import flags_of
     from ssl_kd.sweep.plan import Sweep, shared_settings
 
     settings = _settings_class(mode)
     config = Path("config.py") if mode == "train" else LANGUAGE_CONFIG
     options: dict[str, Any] = {"presets": PRESETS} if mode == "distill" else {}
     resolved: dict[str, RunSettings] = {}
+    same: dict[str, str] = {}  # settings -> the run that has them
     for run, own in combinations.items():
-        words = [word for field, text in own.items() for word in (f"--{field}", text)]
-        read = resolve_settings(
-            settings, [*grid.flags, *words], config, prog="ssl_kd sweep", **options
-        )
-        resolved[run] = read[0]
+        flags = [*grid.flags, *flags_of(own)]
+        resolved[run], _ = resolve_settings(settings, flags, config, prog="ssl_kd sweep", **options)
+        values = resolved[run].to_dict()
         if mode == "train":
-            check_dataset(read[0].to_dict()["DATASET"])
+            check_dataset(values["DATASET"])
+            check_dataset(values["DATASET_TEST"])
+        if (other := same.setdefault(repr(values), run)) != run:
+            raise InputError(
+                f"The runs {other} and {run} have the same settings: give each value once"
+            )
     first = next(iter(resolved.values()))
     swept = {field for own in combinations.values() for field in own}
     deciding = _deciding_on_caches(settings, mode) & swept
@@ -98,11 +110,33 @@ def _plan(
         run: shlex.join(text for field, text in own.items() if field in deciding)
         for run, own in combinations.items()
     }
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    each = int(threads) if threads.isdecimal() else max(1, (cores or 1) // jobs)
     folder = Path(first.runs_dir) / name
-    return Sweep(folder, mode, shared_settings(first, swept), combinations, groups, each)
+    return Sweep(folder, mode, shared_settings(first, swept), combinations, groups)
+
+
+def _threads(jobs: int) -> int:
+    """Return the number of threads of each run: OMP_NUM_THREADS, or its share of the cores."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads):
+        return int(threads)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // jobs)
+
+
+def _gpus(plan: Sweep) -> list[str]:
+    """Return the values of CUDA_VISIBLE_DEVICES that divide several GPUs between the runs.
+
+    The list is empty with one GPU at most, and where DEVICE names the device.
+    """
+    is_swept = any("device" in own for own in plan.runs.values())
+    if is_swept or plan.shared.get("DEVICE", "auto") not in ("auto", "cuda"):
+        return []
+    import torch
+
+    n = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else [f"{i}" for i in range(n)]
+    return names[:n] if n > 1 else []
 
 
 def _deciding_on_caches(settings: type[RunSettings], mode: str) -> set[str]:
@@ -116,22 +150,16 @@ def _deciding_on_caches(settings: type[RunSettings], mode: str) -> set[str]:
     return found
 
 
-def _train(plan: Sweep, names: Sequence[str], jobs: int) -> int:
+def _train(plan: Sweep, names: Sequence[str], jobs: int, gpus: Sequence[str]) -> int:
     """Train runs, and print the table of the whole sweep."""
     from ssl_kd.cli.screen import open_screen
 
     screen = open_screen()
-    import torch
-
     from ssl_kd.sweep.launch import Outcome, is_finished, run_sweep
     from ssl_kd.sweep.records import read_runs
     from ssl_kd.sweep.table import RunTable
 
     done = sum(is_finished(plan.folder / name) for name in names)
-    gpus = [f"{i}" for i in range(torch.cuda.device_count())]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        gpus = visible.split(",")
-    jobs = max(jobs, len(gpus))
     what = f"{plan.folder}: {len(names)} runs, {done} of them finished; {plan.threads} threads each"
     screen.print(what, markup=False, highlight=False, soft_wrap=True)
 
@@ -142,7 +170,7 @@ def _train(plan: Sweep, names: Sequence[str], jobs: int) -> int:
         text = f"{done}/{len(names)} {outcome.name}: {how} ({outcome.seconds:.0f} s)"
         screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    outcomes = run_sweep(plan, names, jobs=jobs, gpus=gpus if len(gpus) > 1 else (), on_end=said)
+    outcomes = run_sweep(plan, names, jobs=jobs, gpus=gpus, on_end=said)
     records, unfinished = read_runs([plan.folder])
     if not records:
         return FAILED

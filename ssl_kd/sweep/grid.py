@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import itertools
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +20,7 @@ Combination = Mapping[str, str]
 
 _OF_THE_SWEEP = ("run_name", "resume", "extend")
 _MAX_RUNS = 10_000
-_MAX_NAME = 150  # characters, before a number that tells equal names apart
+_MAX_NAME = 150  # bytes, before what tells equal names apart; file systems allow 255
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Grid:
                 text = words.pop(0)
             values = _values(settings, field, text)
             if len(values) == 1:
-                flags += [name, values[0]]
+                flags.append(f"{name}={values[0]}")
             elif field == "runs_dir":
                 raise SettingsError(f"RUNS_DIR is {text}; all runs of a sweep are in one folder")
             elif field in axes:
@@ -71,45 +74,93 @@ class Grid:
         Raises:
             InputError: there are no axes and no rows, too many runs, or an axis is in `rows`.
         """
+        n_runs = math.prod(map(len, self.axes.values())) * max(1, len(rows))
+        if n_runs > _MAX_RUNS:
+            raise InputError(
+                f"The grid has {n_runs:,} runs; expected at most {_MAX_RUNS:,}: give fewer values, "
+                "or the combinations alone in a file (--list)"
+            )
         if rows and (twice := sorted(set(rows[0]) & set(self.axes))):
             raise InputError(f"{twice[0].upper()} is swept, and is a column of --list: choose one")
         product = [
             dict(zip(self.axes, values, strict=True))
             for values in itertools.product(*self.axes.values())
         ]
-        found = [{**row, **values} for row in rows or [{}] for values in product]
-        if len(found) == 1 and not found[0]:
+        combinations = [{**row, **values} for row in rows or [{}] for values in product]
+        if combinations == [{}]:
             raise InputError(
                 "Nothing is swept: give a setting several values, such as --beta 0.5,0.6 or "
                 "--seed 0..4"
             )
-        if len(found) > _MAX_RUNS:
-            raise InputError(f"The grid has {len(found):,} runs; at most {_MAX_RUNS:,} are allowed")
-        named: dict[str, Combination] = {}
-        for combination in found:
-            if combination in named.values():
-                continue
-            name = _name(combination)
-            if name in named:
-                name = f"{name}_{len(named)}"
-            named[name] = combination
-        return named
+        different = {tuple(c.items()): c for c in combinations}.values()
+        return named(different)
+
+
+def named(combinations: Iterable[Combination], taken: Iterable[str] = ()) -> dict[str, Combination]:
+    """Return combinations by names of folders, `beta-0.5_seed-0`, other than those `taken`.
+
+    A name that is taken, or too long, ends with a digest of the combination. Names that differ only
+    in case are equal, as for some file systems.
+    """
+    names: dict[str, Combination] = {}
+    used = {name.casefold() for name in taken}
+    for combination in combinations:
+        parts = (f"{field}-{text}" for field, text in combination.items())
+        whole = re.sub(r"[^\w.+=-]+", "-", "_".join(parts))
+        name = whole.encode()[:_MAX_NAME].decode(errors="ignore")
+        if name != whole or name.casefold() in used:
+            content = json.dumps(sorted(combination.items())).encode()
+            name += f"_{hashlib.sha256(content).hexdigest()[:8]}"
+        used.add(name.casefold())
+        names[name] = combination
+    return names
+
+
+def flags_of(combination: Combination) -> list[str]:
+    """Return the flags of a combination; a value may begin with a dash."""
+    return [f"--{field}={text}" for field, text in combination.items()]
 
 
 def read_list(file: Path, settings: type[Settings]) -> list[Combination]:
     """Read combinations from a CSV file: a column for each setting, and a row for each run.
 
     Raises:
-        InputError: the file has no rows, a row of another length, or a column that is no setting.
+        InputError: the file is not a CSV file in UTF-8, has no rows, a row of another length, or a
+            column that is not a setting, is there twice, or belongs to the sweep itself.
     """
-    with open(file, encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines)
-        rows = list(reader)
-    if not rows:
-        raise InputError(f"{file} has no rows: a line of settings, then a line for each run")
-    if any(None in row or None in row.values() for row in rows):
-        raise InputError(f"{file} has rows of different lengths")
-    return [{settings.named(name): text for name, text in row.items()} for row in rows]
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            rows = [row for row in csv.reader(lines, skipinitialspace=True) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"--list is {file}; expected a CSV file in UTF-8, but it cannot be read ({error})"
+        ) from error
+    if len(rows) < 2:
+        raise InputError(
+            f"--list is {file}, which has no runs; expected a line of settings, then a line for "
+            "each run"
+        )
+    try:
+        fields = [settings.named(name.strip()) for name in rows[0]]
+    except SettingsError as error:
+        raise InputError(
+            f"--list is {file}, and its first line names the settings: {error}"
+        ) from error
+    for field in fields:
+        if field in (*_OF_THE_SWEEP, "runs_dir"):
+            raise InputError(
+                f"--list is {file}, with the column {field.upper()}; all runs of a sweep are in "
+                "one folder, and the sweep names and continues them: remove the column"
+            )
+        if fields.count(field) > 1:
+            raise InputError(f"--list is {file}, with {field.upper()} in several columns: keep one")
+    for i, row in enumerate(rows[1:], start=1):
+        if len(row) != len(fields):
+            raise InputError(
+                f"--list is {file}, whose run {i} has {len(row)} values; expected {len(fields)}, "
+                "one for each setting of the first line (quote a value that holds a comma)"
+            )
+    return [dict(zip(fields, row, strict=True)) for row in rows[1:]]
 
 
 def _field(settings: type[Settings], flag: str) -> str | None:
@@ -137,10 +188,3 @@ def _values(settings: type[Settings], field: str, text: str) -> list[str]:
         else:
             values.append(part.replace("\\,", ","))
     return values
-
-
-def _name(combination: Combination) -> str:
-    """Return the name of a run's folder: `beta-0.5_seed-0`."""
-    parts = (f"{field}-{text}" for field, text in combination.items())
-    name = re.sub(r"[^\w.+=-]+", "-", "_".join(parts))
-    return name[:_MAX_NAME]

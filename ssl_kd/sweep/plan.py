@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ssl_kd.core.errors import InputError, RunFolderError
 from ssl_kd.core.files import CorruptFileError, atomic_write_json, atomic_write_text
+from ssl_kd.core.files.lock import Lock
 from ssl_kd.core.runs.writer import read_json
 from ssl_kd.core.settings import Settings
-from ssl_kd.sweep.grid import Combination
+from ssl_kd.sweep.grid import Combination, flags_of, named
 
 PLAN = "sweep.json"
+_LOCK = "sweep.lock"
+_WAIT = 60.0  # seconds for another process that writes the plan
 _VERSION = 1
 
 
@@ -27,7 +30,8 @@ class Sweep:
         shared: settings that are not the defaults, by UPPER_CASE names.
         runs: name of a run's folder -> the settings that are its own.
         groups: name of a run's folder -> a text; runs with the same text share their caches.
-        threads: of each run. Results on a CPU depend on it in their last bits.
+        threads: of each run, known when the plan is saved. Results on a CPU depend on it in their
+            last bits.
     """
 
     folder: Path
@@ -35,44 +39,84 @@ class Sweep:
     shared: Mapping[str, Any]
     runs: Mapping[str, Combination]
     groups: Mapping[str, str]
-    threads: int
+    threads: int = 1
 
-    def save(self) -> Sweep:
+    def save(self, threads: int) -> Sweep:
         """Write the plan, or continue that of the folder; return what is to be trained.
 
-        A plan that is there may be extended by more values of the same settings. Its number of
-        threads is kept.
+        Args:
+            threads: of each run; a plan that is there keeps its number.
 
         Raises:
             RunFolderError: the folder holds another sweep, or something else.
         """
-        file = self.folder / PLAN
-        threads, before = self.threads, dict[str, Any]()
-        if file.exists():
-            plan = read_object(file)
-            threads, before = plan["threads"], plan["runs"]
-            same = {"mode": self.mode, "shared": dict(self.shared), "version": _VERSION}
-            for name, value in same.items():
-                if plan[name] != value:
-                    raise RunFolderError(
-                        f"{self.folder} holds another sweep ({_difference(plan[name], value)}): "
-                        "choose another --name"
-                    )
-            if self._axes() != {name for own in before.values() for name in own}:
-                raise RunFolderError(
-                    f"{self.folder} holds a sweep of other settings: choose another --name"
-                )
-        elif self.folder.exists() and any(self.folder.iterdir()):
-            raise RunFolderError(
-                f"{self.folder} holds something else than a sweep: choose another --name"
-            )
+        try:
+            self._read()
+        except RunFolderError:
+            if not (self.folder / _LOCK).exists():  # else another process may just write the plan
+                raise
         self.folder.mkdir(parents=True, exist_ok=True)
-        runs = {**before, **{name: dict(own) for name, own in self.runs.items()}}
-        about = {"version": _VERSION, "mode": self.mode, "threads": threads}
-        lines = [f"{name} = {value!r}\n" for name, value in self.shared.items()]
-        atomic_write_text(self.config, "".join(lines))
-        atomic_write_json(file, {**about, "shared": dict(self.shared), "runs": runs})
-        return Sweep(self.folder, self.mode, self.shared, self.runs, self.groups, threads)
+        with Lock(self.folder / _LOCK, wait=_WAIT):  # other processes of a job array save, too
+            before = self._read()
+            plan = replace(self._named_as_in(before), threads=before.get("threads", threads))
+            about = {"version": _VERSION, "mode": self.mode, "threads": plan.threads}
+            runs = {
+                **before.get("runs", {}),
+                **{name: dict(own) for name, own in plan.runs.items()},
+            }
+            shared = dict(self.shared)
+            atomic_write_json(self.folder / PLAN, {**about, "shared": shared, "runs": runs})
+            lines = [f"{name} = {value!r}\n" for name, value in shared.items()]
+            atomic_write_text(self.config, "".join(lines))
+        return plan
+
+    def continued(self) -> Sweep:
+        """Return the plan with the names that its runs have in the folder; write nothing.
+
+        Raises:
+            RunFolderError: the folder holds another sweep, or something else.
+        """
+        return self._named_as_in(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        """Return the plan of the folder, empty without one; it may be extended by more values."""
+        file = self.folder / PLAN
+        if not file.exists():
+            if self.folder.exists() and {path.name for path in self.folder.iterdir()} - {_LOCK}:
+                raise RunFolderError(
+                    f"{self.folder} holds something else than a sweep: choose another --name"
+                )
+            return {}
+        plan = read_object(file)
+        same = {"mode": self.mode, "shared": dict(self.shared), "version": _VERSION}
+        for name, value in same.items():
+            if plan.get(name) != value:
+                raise RunFolderError(
+                    f"{self.folder} holds another sweep ({_difference(plan.get(name), value)}): "
+                    "choose another --name"
+                )
+        axes = [
+            {field for own in runs.values() for field in own} for runs in (plan["runs"], self.runs)
+        ]
+        if axes[0] != axes[1]:
+            before, now = (", ".join(sorted(fields)).upper() for fields in axes)
+            raise RunFolderError(
+                f"{self.folder} holds a sweep of other settings (of {before}, and now of {now}): "
+                "choose another --name"
+            )
+        return plan
+
+    def _named_as_in(self, plan: Mapping[str, Any]) -> Sweep:
+        """Return this sweep with the names that its runs have in a plan."""
+        before = {_key(own): name for name, own in plan.get("runs", {}).items()}
+        known = {before[_key(own)]: own for own in self.runs.values() if _key(own) in before}
+        new = named([own for own in self.runs.values() if _key(own) not in before], before.values())
+        name_of = {_key(own): name for name, own in {**known, **new}.items()}
+        return replace(
+            self,
+            runs={name_of[_key(own)]: own for own in self.runs.values()},
+            groups={name_of[_key(own)]: self.groups[name] for name, own in self.runs.items()},
+        )
 
     @property
     def config(self) -> Path:
@@ -81,20 +125,16 @@ class Sweep:
 
     def arguments(self, name: str) -> list[str]:
         """Return the arguments of `ssl_kd` that train a run, or continue it."""
-        own = [word for field, text in self.runs[name].items() for word in (f"--{field}", text)]
         place = ["--runs_dir", str(self.folder), "--run_name", name]
         begun = (self.folder / name / "config.json").exists()
         return [
-            *(self.mode, "--config", str(self.config), *own, *place),
+            *(self.mode, "--config", str(self.config), *flags_of(self.runs[name]), *place),
             *(["--resume"] if begun else []),
         ]
 
     def command(self, name: str) -> str:
         """Return the command that trains a run, for a person to type."""
         return shlex.join(["ssl_kd", *self.arguments(name)])
-
-    def _axes(self) -> set[str]:
-        return {field for own in self.runs.values() for field in own}
 
 
 def shared_settings(resolved: Settings, swept: set[str]) -> dict[str, Any]:
@@ -128,10 +168,18 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def _key(combination: Combination) -> frozenset[tuple[str, str]]:
+    """Return what two combinations of the same values have in common, in any order."""
+    return frozenset(combination.items())
+
+
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
-                was, new = (values.get(name, "its default") for values in (before, now))
-                return f"{name} was {was!r}, and is {new!r}"
+                was, new = (
+                    repr(values[name]) if name in values else "its default"
+                    for values in (before, now)
+                )
+                return f"{name} was {was}, and is {new}"
     return f"it was {before!r}, and is {now!r}"

@@ -1,3 +1,4 @@
+import json
 import os
 import shutil
 import signal
@@ -8,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ssl_kd.cli import main
 from ssl_kd.core.files.lock import Lock
 from ssl_kd.sweep import launch
+from ssl_kd.sweep.plan import Sweep
 from ssl_kd.sweep.records import read_runs
 from tests.processes import HANG
 from tests.sweep.test_table import write_run
@@ -108,6 +111,9 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(folder, capsys):
     ("words", "message"),
     [
         (["--beta", "0.5,7"], "BETA is 7"),
+        (["--beta", "0.5,0.50"], "beta-0.5 and beta-0.50 have the same settings"),
+        (["--baselines", "true,True"], "have the same settings: give each value once"),
+        (["--beta", "0.5,0.6", "--dataset_test", "nowhere"], "nowhere"),
         (["--beta", "0.5"], "Nothing is swept"),
         (["--beta", "0.5,0.6", "--dataset", "nowhere"], "nowhere"),
         (["--beta", "0.5,0.6", "--n_haeds", "3"], "--n_heads"),
@@ -122,9 +128,43 @@ def test_bad_settings_are_refused_before_any_run(folder, capsys, words, message)
 def test_another_sweep_of_the_same_name_is_refused(folder, capsys):
     assert sweep("--beta", "0.5,0.6") == 0
     assert sweep("--beta", "0.5,0.6", "--n_heads", "4") == 2
-    assert "N_HEADS was 'its default', and is 4" in capsys.readouterr().err
+    assert "N_HEADS was its default, and is 4" in capsys.readouterr().err
     assert sweep("--seed", "0,1") == 2
-    assert "other settings" in capsys.readouterr().err
+    assert "a sweep of other settings (of BETA, and now of SEED)" in capsys.readouterr().err
+
+
+def test_the_order_of_the_flags_makes_no_other_runs(folder, capsys):
+    assert sweep("--beta", "0.5,0.6", "--seed", "0,1") == 0
+    assert sweep("--seed", "0,1,2", "--beta", "0.5,0.6") == 0
+    assert len(order(folder)) == len(read_runs([folder])[0]) == 6
+    assert sweep("--seed", "0,1", "--beta", "0.5,0.6", "--dry_run") == 0
+    assert "--run_name beta-0.5_seed-0" in capsys.readouterr().out
+
+
+def test_a_damaged_plan_is_named(folder, capsys):
+    assert sweep("--beta", "0.5,0.6") == 0
+    (folder / "sweep.json").write_text("{")
+    assert sweep("--beta", "0.5,0.6") == 1
+    assert "sweep.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_plan_is_written_by_one_process_at_a_time(folder):
+    folder.mkdir(parents=True)
+
+    def another_of_the_job_array():
+        with Lock(folder / "sweep.lock"):
+            (folder / "config.py").touch()
+            locked.set()
+            time.sleep(0.3)
+            (folder / "config.py").unlink()
+
+    locked = threading.Event()
+    thread = threading.Thread(target=another_of_the_job_array)
+    thread.start()
+    locked.wait()
+    assert sweep("--beta", "0.5,0.6") == 0
+    thread.join()
+    assert len(read_runs([folder])[0]) == 2
 
 
 def test_the_folder_of_all_runs_is_a_setting(folder, tmp_path):
@@ -188,6 +228,91 @@ def test_a_run_that_an_earlier_sweep_still_trains_is_waited_for(folder, monkeypa
     assert sweep("--beta", "0.5,0.6") == 0
     thread.join()
     assert len(order(folder)) == 2  # no third process was started
+
+
+def test_two_sweeps_of_one_name_share_the_runs(folder):
+    words = ["--beta", "0.5,0.6,0.8"]
+    assert sweep(*words) == 0
+    for beta in (0.6, 0.8):
+        shutil.rmtree(folder / f"beta-{beta}")
+
+    def another_sweep():
+        with Lock(folder / "logs" / "beta-0.6.lock"):
+            locked.set()
+            began = time.monotonic()
+            while not (folder / "beta-0.8").exists() and time.monotonic() < began + HANG:
+                time.sleep(0.02)
+            write_run(folder / "beta-0.6", BETA=0.6, acc=0.5)
+
+    locked = threading.Event()
+    thread = threading.Thread(target=another_sweep)
+    thread.start()
+    locked.wait()
+    assert sweep(*words) == 0
+    thread.join()
+    assert [line.split()[0] for line in order(folder)][3:] == ["beta-0.8"]
+
+
+def environment(folder, name):
+    return json.loads((folder / name / "environment.json").read_text())
+
+
+def test_a_run_is_not_a_rank_of_the_launcher_of_the_sweep(folder, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert sweep("--beta", "0.5,0.6") == 0
+    assert not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} & set(environment(folder, "beta-0.6"))
+    assert not (folder / "beta-0.5").exists()
+
+
+def test_runs_are_divided_between_the_gpus(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 7,9")  # CUDA does not know the last
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    assert sweep("--beta", "0.5,0.6", "--seed", "0..2") == 0
+    runs = [environment(folder, path.name) for path in folder.glob("beta*")]
+    assert {run["CUDA_VISIBLE_DEVICES"] for run in runs} == {"4", "7"}
+    assert {run["OMP_NUM_THREADS"] for run in runs} == {"4"}
+
+
+def test_a_named_device_is_that_of_all_runs(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert sweep("--beta", "0.5,0.6", "--device", "cpu") == 0
+    assert environment(folder, "beta-0.6")["CUDA_VISIBLE_DEVICES"] == "4,7"
+
+
+def test_as_many_runs_begin_as_the_memory_holds_when_they_have_grown(monkeypatch):
+    monkeypatch.setattr(launch, "free_memory", lambda device: 250)
+    pool = launch._Pool(None, 4, (), print)
+    allowed = []
+    for pool.largest in (0, 100):
+        for n_running in range(3):
+            pool.running = dict.fromkeys(range(n_running))
+            allowed.append(pool._has_room())
+    assert allowed == [True, False, False, True, True, False]
+
+
+def test_runs_stop_if_the_sweep_itself_fails(folder):
+    runs = {f"beta-{beta}": {"beta": beta} for beta in ("0.5", "0.7", "0.6")}
+    plan = Sweep(folder, "train", {}, runs, dict.fromkeys(runs, "")).save(1)
+
+    def full_disk(outcome):
+        if outcome.name == "beta-0.6":
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        launch.run_sweep(plan, list(runs), jobs=2, on_end=full_disk)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "beta-0.7" / "began").read_text()), 0)
+
+
+def test_a_reason_is_not_that_of_an_earlier_attempt(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("ssl_kd: an earlier reason\n")
+    assert launch._reason(log, 1, 0) == "an earlier reason"
+    assert launch._reason(log, 1, log.stat().st_size) == "exit code 1"
 
 
 def test_a_sweep_whose_runs_all_fail_has_no_table(folder, capsys):
