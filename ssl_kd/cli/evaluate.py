@@ -19,6 +19,12 @@ _DESCRIPTION = """Embeds the data set, or reads the cache, and prints the accura
 of a linear probe (logistic regression) and of probes on 1, 5 and 10 samples of each class (mean of
 ten draws), and RankMe, which needs no labels. Several values of a setting, such as --teacher
 dinov2_vits14,clip, are compared. The flags are those of ssl_kd train."""
+# Settings of runs, of which there is none here.
+_REFUSED: Mapping[str, str] = dict.fromkeys(
+    ("run_name", "runs_dir", "resume", "extend"),
+    "has no effect, because ssl_kd evaluate starts no run: leave it out (--out FILE writes the "
+    "scores)",
+)
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -34,7 +40,7 @@ def _evaluate(argv: Sequence[str]) -> int:
     from ssl_kd.sweep.grid import Grid, flags_of
     from ssl_kd.vision.settings import VisionSettings
 
-    grid = Grid.read(VisionSettings, rest)
+    grid = Grid.read(VisionSettings, rest, _REFUSED)
     compared = []
     for own in list(grid.combinations().values()) if grid.axes else [{}]:
         flags_of_run = [*grid.flags, *flags_of(own)]
@@ -44,7 +50,7 @@ def _evaluate(argv: Sequence[str]) -> int:
         check_dataset(settings.dataset)
         check_dataset(settings.dataset_test)
         if settings.extend is not None:
-            raise InputError("EXTEND has no effect on embeddings: leave it out")
+            raise InputError(f"EXTEND is {settings.extend!r}, and {_REFUSED['extend']}")
         compared.append(settings)
 
     from ssl_kd.cli.screen import ProgressBars, open_screen, print_result

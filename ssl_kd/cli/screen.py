@@ -14,6 +14,8 @@ from rich.logging import RichHandler
 
 from ssl_kd.core.errors import printable
 
+_FILE_WIDTH = 250
+
 
 class _OneLine(logging.Formatter):
     """Formats each message of this library as one line; line breaks in file names are escaped."""
@@ -39,9 +41,15 @@ def open_screen() -> Console:
     return screen
 
 
+def result_console() -> Console:
+    """Return a console on stdout, as wide as a table needs if that is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_FILE_WIDTH)
+
+
 def print_result(result: Any, files: Mapping[str, Path]) -> None:
     """Print the result of a command, a table or a text, and the title and path of its files."""
-    console = Console()
+    console = result_console()
     console.print(result)
     # soft_wrap: a path broken over two lines cannot be clicked or copied.
     for name, file in files.items():

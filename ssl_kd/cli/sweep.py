@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # Sections of the settings that decide on caches, by mode.
 _CACHES = {"train": ("Data", "Teacher and embeddings"), "distill": ("Teacher", "Text")}
-_FILE_WIDTH = 250
 _DESCRIPTION = """Trains a run for each combination of settings with several values, such as
 --beta 0.5,0.6 --seed 0..4. All other flags are those of ssl_kd train; after the word distill, those
 of ssl_kd distill. The same command continues an interrupted sweep, and tries failed runs again."""
@@ -229,13 +228,10 @@ def table(argv: Sequence[str]) -> int:
 
 
 def _print_table(runs: RunTable, *, commands: bool = False) -> None:
-    from rich.console import Console
-
+    from ssl_kd.cli.screen import result_console
     from ssl_kd.sweep.table import provenance, terminal_tables
 
-    console = Console()
-    if not console.is_terminal:  # a file or pipe, where no line is wrapped
-        console = Console(width=_FILE_WIDTH)
+    console = result_console()
     for heading, drawn in terminal_tables(runs):
         if heading:
             console.print(f"\n{heading}", markup=False, highlight=False)

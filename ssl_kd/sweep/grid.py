@@ -18,7 +18,15 @@ from ssl_kd.core.settings import Settings, SettingsError
 Combination = Mapping[str, str]
 """Setting -> its value in a run, as text."""
 
-_OF_THE_SWEEP = ("run_name", "resume", "extend")
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("run_name", "resume"),
+        "is not for a sweep, which names its runs and continues them itself: leave it out, and "
+        "name the sweep by --name",
+    ),
+    "extend": "is not for a sweep, as it adds samples to one finished run: leave it out",
+}
+"""Settings that cannot be flags of a sweep, and why."""
 _MAX_RUNS = 10_000
 _MAX_NAME = 150  # bytes, before what tells equal names apart; file systems allow 255
 
@@ -31,14 +39,19 @@ class Grid:
     flags: tuple[str, ...]
 
     @classmethod
-    def read(cls, settings: type[Settings], argv: Sequence[str]) -> Grid:
+    def read(
+        cls,
+        settings: type[Settings],
+        argv: Sequence[str],
+        refused: Mapping[str, str] = REFUSED,
+    ) -> Grid:
         r"""Take the flags with several values out of a command line.
 
         `a,b,c` are three values, `0..4` are the five whole numbers from 0 to 4, and `\,` is a comma
         within a value. The text of an object in JSON is one value.
 
         Raises:
-            SettingsError: a setting is swept twice, or belongs to the sweep itself.
+            SettingsError: a setting is swept twice, or is one of those `refused`.
         """
         axes: dict[str, tuple[str, ...]] = {}
         flags: list[str] = []
@@ -47,11 +60,8 @@ class Grid:
             word = words.pop(0)
             name, equals, text = word.partition("=")
             field = _field(settings, name)
-            if field in _OF_THE_SWEEP:
-                raise SettingsError(
-                    f"{name} is not for a sweep, which names its runs and continues them itself: "
-                    "leave it out, and name the sweep by --name"
-                )
+            if field is not None and field in refused:
+                raise SettingsError(f"{name} {refused[field]}")
             if field is None or (not equals and (not words or words[0].startswith("--"))):
                 flags.append(word)
                 continue
@@ -147,7 +157,7 @@ def read_list(file: Path, settings: type[Settings]) -> list[Combination]:
             f"--list is {file}, and its first line names the settings: {error}"
         ) from error
     for field in fields:
-        if field in (*_OF_THE_SWEEP, "runs_dir"):
+        if field in (*REFUSED, "runs_dir"):
             raise InputError(
                 f"--list is {file}, with the column {field.upper()}; all runs of a sweep are in "
                 "one folder, and the sweep names and continues them: remove the column"

@@ -48,5 +48,26 @@ def test_bad_words_are_refused_before_anything_is_embedded(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--dataset", "nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
-    assert main(["evaluate", "--extend", "x"]) == 2
+    for words in (["--extend", "x"], ["--run_name", "x"], ["--resume"], ["--runs_dir", "a,b"]):
+        assert main(["evaluate", *words]) == 2
+        assert "has no effect, because ssl_kd evaluate starts no run" in capsys.readouterr().err
+    (tmp_path / "config.py").write_text("EXTEND = 'x'\n")
+    assert main(["evaluate"]) == 2
+    assert "EXTEND is 'x', and has no effect" in capsys.readouterr().err
+    (tmp_path / "config.py").unlink()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_as_the_file_of_the_scores_is_refused_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "--out", "."]) == 2
+    assert "OUT is '.', which is a folder; expected a file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_row_is_one_line_in_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "--dataset", features(tmp_path, "a.npz")]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "features" in line)
+    assert row.count("±") == 3
+    assert len(row.split()) == 14

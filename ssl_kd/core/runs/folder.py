@@ -215,6 +215,11 @@ def check_new_folder(run: RunSettings) -> None:
 
 def check_writable(setting: str, path: Path, *, is_file: bool = False) -> None:
     """Raise SettingsError unless a folder, which may not exist yet, or a file can be written."""
+    if is_file and path.is_dir():
+        raise SettingsError(
+            f"{setting} is {str(path)!r}, which is a folder; expected a file: set "
+            f"--{setting.lower()} to a file that you can write to"
+        )
     folders = path.absolute().parents if is_file else (path, *path.absolute().parents)
     place = next(folder for folder in folders if folder.exists())
     if not place.is_dir():

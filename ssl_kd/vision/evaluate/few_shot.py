@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ssl_kd.vision.evaluate.probe import fit_quietly
 from ssl_kd.vision.evaluate.sample import labeled_sample
 
 SHOTS = (1, 5, 10)
 DRAWS = 10
 MAX_TEST = 10_000  # held-out rows
+_MAX_ITER = 200  # L-BFGS steps per fit
 
 
 def few_shot_probes(
@@ -45,9 +46,12 @@ def few_shot_probes(
 
     Returns:
         For each number of shots a dict: `shots`, `accuracy` (mean over the draws), `deviation`
-        (standard deviation of a draw, None for one), `draws`, and `note`, None or why there is no
-        accuracy: a class has fewer labeled samples.
+        (standard deviation of a draw, None for one), `draws`, and `note`: None, why there is no
+        accuracy (a class has fewer labeled samples, or no held-out sample has a label), or how many
+        fits did not converge.
     """
+    from sklearn.linear_model import LogisticRegression
+
     x, y = labeled_sample(train_x, train_y, len(train_y), seed)
     classes, counts = np.unique(y, return_counts=True)
     held_out = None
@@ -59,6 +63,12 @@ def few_shot_probes(
         x = ((x - center) / scale).astype(np.float32)
         if held_out is not None:
             held_out = ((held_out[0] - center) / scale).astype(np.float32), held_out[1]
+    if held_out is not None and not len(held_out[0]):
+        why = "no held-out sample has a label"
+        return [
+            {"shots": n, "accuracy": None, "deviation": None, "draws": draws, "note": why}
+            for n in shots
+        ]
     found = []
     for n in shots:
         row: dict[str, Any] = {"shots": n, "accuracy": None, "deviation": None, "draws": draws}
@@ -67,7 +77,8 @@ def few_shot_probes(
             least = f"{counts.min()} labeled samples" if len(classes) else "no label"
             found.append(row | {"note": f"a class has {least}; expected at least {needed}"})
             continue
-        scores = []
+        scores, stopped = [], 0
+        classifier = LogisticRegression(max_iter=_MAX_ITER)
         for draw in range(draws):
             rng = np.random.default_rng([seed, n, draw])
             chosen = np.concatenate(
@@ -78,17 +89,10 @@ def few_shot_probes(
                 others = np.setdiff1d(np.arange(len(y)), chosen)
                 rows = rng.permutation(others)[:MAX_TEST]
                 test = x[rows], y[rows]
-            scores.append(_accuracy(x[chosen], y[chosen], *test))
+            stopped += not fit_quietly(classifier, x[chosen], y[chosen])
+            scores.append(float(classifier.score(*test)))
         deviation = float(np.std(scores, ddof=1)) if draws > 1 else None
         row |= {"accuracy": float(np.mean(scores)), "deviation": deviation}
-        found.append(row | {"note": None})
+        note = f"{stopped} of {draws} fits stopped after {_MAX_ITER} steps without convergence"
+        found.append(row | {"note": note if stopped else None})
     return found
-
-
-def _accuracy(x: NDArray, y: NDArray, test_x: NDArray, test_y: NDArray) -> float:
-    from sklearn.linear_model import LogisticRegression
-
-    with warnings.catch_warnings():
-        # With one sample of each class scikit-learn asks whether the labels are numbers.
-        warnings.simplefilter("ignore", UserWarning)
-        return float(LogisticRegression(max_iter=200).fit(x, y).score(test_x, test_y))

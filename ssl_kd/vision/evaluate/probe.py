@@ -75,7 +75,7 @@ def linear_probe(
     options = {"tol": 1e-3, "max_iter": max_iter}
     penalty = _choose_penalty(LogisticRegression(warm_start=True, **options), x, y, seed)
     classifier = LogisticRegression(C=penalty, **options)
-    converged = _fit(classifier, x, y)
+    converged = fit_quietly(classifier, x, y)
     if not converged:
         notes.append(f"the final fit stopped after {max_iter} steps without convergence")
     return {
@@ -93,15 +93,15 @@ def _choose_penalty(classifier: Any, x: NDArray, y: NDArray, seed: int) -> float
     scores: list[float] = []
     for penalty in INVERSE_PENALTIES:
         classifier.set_params(C=penalty)
-        _fit(classifier, fit_x, fit_y)
+        fit_quietly(classifier, fit_x, fit_y)
         scores.append(float(classifier.score(choose_x, choose_y)))
         if len(scores) > 2 and max(scores[-2:]) < max(scores) - 0.002:
             break  # weaker penalties only cost time from here
     return INVERSE_PENALTIES[int(np.argmax(scores))]
 
 
-def _fit(classifier: Any, x: NDArray, y: NDArray) -> bool:
-    """Fit, and return whether L-BFGS converged."""
+def fit_quietly(classifier: Any, x: NDArray, y: NDArray) -> bool:
+    """Fit a logistic regression without warnings, and return whether L-BFGS converged."""
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings(record=True) as caught:

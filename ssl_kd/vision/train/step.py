@@ -361,7 +361,7 @@ class HeadTrainer:
         of_runs = []
         for (run, by_loss), piece, wanted in zip(runs, pieces, targets.of_runs, strict=True):
             marginal = targets.marginal[run]
-            if by_loss:  # LOSS temi: equations 7 and 9
+            if by_loss:
                 own = weights if weights is None or len(weights) == 1 else weights[run]
                 of_runs.append(self.objective.loss(piece, wanted, marginal, own))
             else:

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from ssl_kd.vision.evaluate import few_shot
 from ssl_kd.vision.evaluate.few_shot import few_shot_probes
 from ssl_kd.vision.evaluate.rank import rankme
 
@@ -86,3 +87,16 @@ def test_rankme_does_not_depend_on_the_scale_or_on_the_order():
 def test_rankme_of_nothing_is_refused():
     with pytest.raises(ValueError, match="expected \\[n, d\\] with at least one row"):
         rankme(np.zeros((0, 3)))
+
+
+def test_held_out_samples_without_labels_have_no_accuracy():
+    x, y = blobs()
+    rows = few_shot_probes(x, y, x, np.full(len(x), -1))
+    assert [row["accuracy"] for row in rows] == [None, None, None]
+    assert {row["note"] for row in rows} == {"no held-out sample has a label"}
+
+
+def test_fits_that_do_not_converge_are_counted(monkeypatch):
+    monkeypatch.setattr(few_shot, "_MAX_ITER", 1)
+    (row,) = few_shot_probes(*blobs(apart=1.0), shots=[5], draws=3)
+    assert row["note"] == "3 of 3 fits stopped after 1 steps without convergence"

@@ -78,6 +78,11 @@ def test_views_that_disagree_for_certain_have_a_finite_loss_and_gradient(name):
     assert gradient.isfinite().all()
 
 
+def test_swav_allows_any_teacher_temperature():
+    settings = VisionSettings(loss="swav", teacher_temp=0.2, student_temp=0.1)
+    assert settings.teacher_temp == 0.2
+
+
 def test_the_targets_of_swav_are_balanced_and_sum_to_one():
     objective = make_objective("swav", VisionSettings().__dict__ | TEMPERATURES)
     teacher = logits(3, batch=400)

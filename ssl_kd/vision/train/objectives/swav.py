@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ssl_kd.vision.train.objectives.self_distillation import Sharpened
+from ssl_kd.vision.train.objectives.self_distillation import Fixed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ITERATIONS = 3  # of Sinkhorn-Knopp, as in the paper
 
 
-class SwAV(Sharpened):
+class SwAV(Fixed):
     """Predict the balanced assignments of another view, found by Sinkhorn-Knopp.
 
     The teacher's logits over TEACHER_TEMP (epsilon in the paper, 0.05 there) become assignments in
@@ -26,6 +26,10 @@ class SwAV(Sharpened):
     """
 
     summary = "prediction of balanced assignments"
+
+    def __init__(self, student_temp: float, teacher_temp: float) -> None:
+        super().__init__(student_temp)
+        self._temperature = teacher_temp
 
     def initial_marginal(self, n_clusters: int) -> float:  # noqa: D102
         return 1 / n_clusters
