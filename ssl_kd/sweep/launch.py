@@ -203,9 +203,9 @@ class _Pool:
                     with Lock(folder / ".lock"):
                         pass
                 stack.pop_all()
-        except LockHeld as error:
+        except LockHeld:
             if name not in self.elsewhere:
-                logger.info("%s: %s", name, error)
+                logger.info("%s is left to another process, which trains it", name)
             self.elsewhere.add(name)
             return None
         return lock
