@@ -110,7 +110,8 @@ def _plan(mode: str, name: str, grid: Grid, combinations: Mapping[str, Combinati
         for run, own in combinations.items()
     }
     folder = Path(first.runs_dir) / name
-    return Sweep(folder, mode, shared_settings(first, swept), combinations, groups)
+    shared = shared_settings(first, swept)
+    return Sweep(folder, mode, shared, combinations, groups, settings.free_on_resume)
 
 
 def _threads(jobs: int) -> int:

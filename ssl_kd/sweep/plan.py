@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Sweep:
         shared: settings that are not the defaults, by UPPER_CASE names.
         runs: name of a run's folder -> the settings that are its own.
         groups: name of a run's folder -> a text; runs with the same text share their caches.
+        free: shared settings that may change when the sweep continues, by lower-case names.
         threads: of each run, known when the plan is saved. Results on a CPU depend on it in their
             last bits.
     """
@@ -39,6 +40,7 @@ class Sweep:
     shared: Mapping[str, Any]
     runs: Mapping[str, Combination]
     groups: Mapping[str, str]
+    free: Collection[str] = ()
     threads: int = 1
 
     def save(self, threads: int) -> Sweep:
@@ -88,11 +90,12 @@ class Sweep:
                 )
             return {}
         plan = read_object(file)
-        same = {"mode": self.mode, "shared": dict(self.shared), "version": _VERSION}
-        for name, value in same.items():
-            if plan.get(name) != value:
+        plans = (plan, {"mode": self.mode, "shared": self.shared, "version": _VERSION})
+        for part in ("mode", "shared", "version"):
+            before, now = (self._fixed(of_plan.get(part)) for of_plan in plans)
+            if before != now:
                 raise RunFolderError(
-                    f"{self.folder} holds another sweep ({_difference(plan.get(name), value)}): "
+                    f"{self.folder} holds another sweep ({_difference(before, now)}): "
                     "choose another --name"
                 )
         axes = [
@@ -105,6 +108,12 @@ class Sweep:
                 "choose another --name"
             )
         return plan
+
+    def _fixed(self, part: Any) -> Any:
+        """Return a part of a plan, settings without those that may change."""
+        if not isinstance(part, Mapping):
+            return part
+        return {name: value for name, value in part.items() if name.lower() not in self.free}
 
     def _named_as_in(self, plan: Mapping[str, Any]) -> Sweep:
         """Return this sweep with the names that its runs have in a plan."""

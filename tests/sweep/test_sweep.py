@@ -133,6 +133,13 @@ def test_another_sweep_of_the_same_name_is_refused(folder, capsys):
     assert "a sweep of other settings (of BETA, and now of SEED)" in capsys.readouterr().err
 
 
+def test_settings_that_do_not_change_the_result_may_change_when_a_sweep_continues(folder):
+    assert sweep("--beta", "0.5,0.6") == 0
+    assert sweep("--beta", "0.5,0.6,0.8", "--log_every", "7", "--report_to", "none") == 0
+    assert "LOG_EVERY = 7" in (folder / "config.py").read_text()
+    assert len(read_runs([folder])[0]) == 3
+
+
 def test_the_order_of_the_flags_makes_no_other_runs(folder, capsys):
     assert sweep("--beta", "0.5,0.6", "--seed", "0,1") == 0
     assert sweep("--seed", "0,1,2", "--beta", "0.5,0.6") == 0
