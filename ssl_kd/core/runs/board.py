@@ -48,11 +48,14 @@ class Board:
     def __enter__(self) -> Board:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         if self._writer is not None:
             self._writer.close()
         for tracker in self._trackers:
-            tracker.finish()
+            if isinstance(tracker, _MLflow):
+                tracker.finish("FINISHED" if kind is None else "FAILED")
+            else:
+                tracker.finish()
 
     def resume(self, step: int) -> None:
         """Continue after `step` steps; TensorBoard hides what was logged of later ones before."""
@@ -119,5 +122,5 @@ class _MLflow:
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(dict(scalars), step=step)
 
-    def finish(self) -> None:
-        self._mlflow.end_run()
+    def finish(self, status: str) -> None:
+        self._mlflow.end_run(status)

@@ -77,12 +77,20 @@ def test_mlflow_gets_settings_and_numbers_and_continues_a_resumed_run(tmp_path, 
         ("start_run", {"run_name": "my-run"}),
         ("log_params", {"SEED": "1", "TEXT": "None"}, {}),
         ("log_metrics", {"ce": 1.5}, {"step": 3}),
-        ("end_run", {}),
+        ("end_run", "FINISHED", {}),
         ("set_experiment", "ssl_kd", {}),
         ("start_run", {"run_id": "abc123"}),
         ("log_metrics", {"ce": 1.5}, {"step": 4}),
-        ("end_run", {}),
+        ("end_run", "FINISHED", {}),
     ]
+
+
+def test_mlflow_knows_a_run_that_failed(tmp_path, monkeypatch):
+    mlflow = MLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    with pytest.raises(RuntimeError), Board(tmp_path / "my-run", {"mlflow"}):
+        raise RuntimeError
+    assert mlflow.calls[-1] == ("end_run", "FAILED", {})
 
 
 def test_a_missing_or_failing_tracker_names_the_way_out(tmp_path, monkeypatch):
