@@ -14,8 +14,6 @@ from ssl_kd.core.runs.folder import commit, versions
 from ssl_kd.vision import evaluate
 from ssl_kd.vision.assignments import JUDGED_ROWS
 from ssl_kd.vision.cache.embeddings import EmbeddingStore
-from ssl_kd.vision.evaluate.few_shot import few_shot_probes
-from ssl_kd.vision.evaluate.rank import rankme
 from ssl_kd.vision.run import open_extractions
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train.pairs import sample_rows
@@ -52,9 +50,9 @@ def evaluate_teacher(
             scores = {
                 "knn_accuracy": evaluate.knn_accuracy(x, labels, *held_out),
                 "linear_probe": evaluate.linear_probe(x, labels, *held_out, seed=seed),
-                "few_shot": few_shot_probes(x, labels, *held_out, seed=seed),
+                "few_shot": evaluate.few_shot_probes(x, labels, *held_out, seed=seed),
             }
-        scores["rankme"] = rankme(x, seed=settings.seed)
+        scores["rankme"] = evaluate.rankme(x, seed=settings.seed)
     resolved = settings.replace(teacher=teacher.setting)
     return {
         "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},

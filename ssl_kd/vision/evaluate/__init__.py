@@ -14,9 +14,11 @@ from ssl_kd.vision.evaluate.clustering import (
     match,
     rightly_placed,
 )
+from ssl_kd.vision.evaluate.few_shot import few_shot_probes
 from ssl_kd.vision.evaluate.knn import knn_accuracy
 from ssl_kd.vision.evaluate.layout import embedding_map
 from ssl_kd.vision.evaluate.probe import linear_probe
+from ssl_kd.vision.evaluate.rank import rankme
 
 __all__ = [
     "METRICS",
@@ -30,9 +32,11 @@ __all__ = [
     "effective_clusters",
     "embedding_map",
     "kmeans",
+    "few_shot_probes",
     "knn_accuracy",
     "linear_probe",
     "match",
+    "rankme",
     "rightly_placed",
     "spectral",
 ]
