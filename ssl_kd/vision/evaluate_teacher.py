@@ -26,7 +26,7 @@ def evaluate_teacher(
 
     Returns:
         A dict that can be written as JSON: the scores of `evaluate.knn_accuracy`,
-        `evaluate.linear_probe`, `few_shot_probes` (None without labels) and `rankme`, and what is
+        `evaluate.linear_probe`, `evaluate.few_shot_probes` (None without labels) and `evaluate.rankme`, and what is
         needed to repeat them: the teacher and its weights, the numbers of samples, the settings,
         the versions of packages and the commit.
     """
