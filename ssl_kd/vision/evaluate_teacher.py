@@ -25,8 +25,8 @@ def evaluate_teacher(
     """Fill the teacher's cache, and score the embeddings.
 
     Returns:
-        A dict that can be written as JSON: the scores of `evaluate.knn_accuracy`,
-        `evaluate.linear_probe`, `evaluate.few_shot_probes` (None without labels) and `evaluate.rankme`, and what is
+        A dict that can be written as JSON: the scores of `knn_accuracy`, `linear_probe` and
+        `few_shot_probes` (None without labels) and `rankme` of `ssl_kd.evaluate`, and what is
         needed to repeat them: the teacher and its weights, the numbers of samples, the settings,
         the versions of packages and the commit.
     """
