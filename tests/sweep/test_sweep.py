@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,7 +293,8 @@ def test_a_named_device_is_that_of_all_runs(folder, monkeypatch):
 
 def test_as_many_runs_begin_as_the_memory_holds_when_they_have_grown(monkeypatch):
     monkeypatch.setattr(launch, "free_memory", lambda device: 250)
-    pool = launch._Pool(None, 4, (), print)
+    plan: Any = None  # is not used
+    pool: Any = launch._Pool(plan, 4, (), print)
     allowed = []
     for pool.largest in (0, 100):
         for n_running in range(3):
