@@ -1,7 +1,6 @@
 """Distill a language model into a student with another tokenizer, by each ALIGN.
 
-    python -m benchmarks.two_tokenizers --data FOLDER --out pairs.jsonl --teacher_model smollm2 \
-        --cut_from GEMMA
+    python -m benchmarks.two_tokenizers --data FOLDER --out pairs.jsonl --cut_from GEMMA
 
 GEMMA is a folder or GGUF file of a model with another tokenizer, such as Gemma-3-270M. The student
 is `layers:3` of it and keeps its tokenizer. The texts are those of `benchmarks.real_models`, the
