@@ -195,6 +195,11 @@ def _values(settings: type[Settings], field: str, text: str) -> list[str]:
             if last < first or last - first >= _MAX_RUNS:
                 raise SettingsError(f"{field.upper()} is {part}; expected a range such as 0..4")
             values += map(str, range(first, last + 1))
+        elif kind is float and ".." in part:
+            raise SettingsError(
+                f"{field.upper()} is {part}, but ranges are of whole numbers: list the values, such "
+                "as 0.5,0.6,0.7"
+            )
         else:
             values.append(part.replace("\\,", ","))
     return values

@@ -81,6 +81,7 @@ def test_a_huge_grid_is_refused_before_it_is_built():
         (["--resume", "--seed", "0,1"], "leave it out"),
         (["--runs_dir", "a,b"], "in one folder"),
         (["--seed", "4..0"], "expected a range"),
+        (["--beta", "0.5..0.9"], "list the values, such as 0.5,0.6,0.7"),
         (["--seed", "0..99999999"], "expected a range"),
     ],
 )
