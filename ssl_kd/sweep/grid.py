@@ -197,8 +197,8 @@ def _values(settings: type[Settings], field: str, text: str) -> list[str]:
             values += map(str, range(first, last + 1))
         elif kind is float and ".." in part:
             raise SettingsError(
-                f"{field.upper()} is {part}, but ranges are of whole numbers: list the values, such "
-                "as 0.5,0.6,0.7"
+                f"{field.upper()} is {part}, but a range is of whole numbers: list the values, "
+                "such as 0.5,0.6,0.7"
             )
         else:
             values.append(part.replace("\\,", ","))
