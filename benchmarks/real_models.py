@@ -191,36 +191,48 @@ def print_table(runs: Sequence[Run], methods: Sequence[str]) -> None:
     print(f"\nteacher: perplexity {math.exp(teacher):.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of benchmarks that train students on these texts."""
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--texts", type=Path, default=Path("data/real_models"))
     parser.add_argument("--teacher_model", default="smollm2")
-    parser.add_argument("--student_model", default="layers:3")
     parser.add_argument("--model_dtype", default="bfloat16")
     parser.add_argument("--max_steps", type=int, default=40)
+    parser.add_argument("--eval_rows", type=int, default=48)
+
+
+def shared_settings(args: argparse.Namespace) -> LanguageSettings:
+    """Return the settings that these flags give to every run."""
+    return LanguageSettings(
+        teacher_model=args.teacher_model,
+        model_dtype=args.model_dtype,
+        max_steps=args.max_steps,
+        data_path=str(args.texts / "train.jsonl"),
+        eval_path=str(args.texts / "all.jsonl"),
+        batch_size=BATCH,
+        train_rows=BATCH * args.max_steps,
+        eval_rows=args.eval_rows,
+        generations=0,
+        report_to="none",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_flags(parser)
+    parser.add_argument("--student_model", default="layers:3")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--table", action="store_true", help="print the table of --out only")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     write_texts(args.data, args.texts)
-    settings = LanguageSettings(
-        teacher_model=args.teacher_model,
+    settings = shared_settings(args).replace(
         student_model=args.student_model,
-        model_dtype=args.model_dtype,
-        max_steps=args.max_steps,
-        data_path=str(args.texts / "train.jsonl"),
-        eval_path=str(args.texts / "all.jsonl"),
         teacher_cache="auto",
         cache_method="hidden",
-        batch_size=BATCH,
-        train_rows=BATCH * args.max_steps,
-        eval_rows=48,
         eval_every=max(1, args.max_steps // 2),
-        generations=0,
-        report_to="none",
     )
     while not args.table:
         runs = read(args.out)
@@ -230,10 +242,15 @@ def main() -> None:
         method, rate, seed = todo[0]
         changed = settings.replace(**METHODS[method], learning_rate=rate, seed=seed)
         run = {"method": method, "rate": rate, "seed": seed} | trained(changed, args.texts)
-        with args.out.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(run)}\n")
+        append(args.out, run)
         print(f"{method}, {rate:g}, seed {seed}: {run['perplexity']:.1f}", flush=True)
     print_table(read(args.out), args.methods)
+
+
+def append(file: Path, run: Run) -> None:
+    """Write a run after those of earlier calls."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(f"{json.dumps(run)}\n")
 
 
 def read(file: Path) -> list[Run]:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.distillation import ALONE, best_evaluation, measure
-from benchmarks.real_models import BATCH, Run, read, write_texts
+from benchmarks.real_models import Run, add_flags, append, read, shared_settings, write_texts
 from benchmarks.turns import header, row
 from ssl_kd.language.models.causal import load_causal_lm
 from ssl_kd.language.models.student import build_student, save_student
-from ssl_kd.language.settings import LanguageSettings
 
 METHODS: dict[str, dict[str, Any]] = {
     "CE alone": {**ALONE, "align": "chunks"},  # the rows of the others
@@ -67,34 +66,18 @@ def print_table(runs: list[Run]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--texts", type=Path, default=Path("data/real_models"))
-    parser.add_argument("--teacher_model", default="smollm2")
+    add_flags(parser)
     parser.add_argument("--cut_from", required=True)
     parser.add_argument("--layers", default="layers:3")
-    parser.add_argument("--model_dtype", default="bfloat16")
-    parser.add_argument("--max_steps", type=int, default=40)
-    parser.add_argument("--eval_rows", type=int, default=48)
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3])
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     write_texts(args.data, args.texts)
     teacher, source = Path(args.teacher_model).name, Path(args.cut_from).name
     student = f"{args.layers} of {source}"
-    settings = LanguageSettings(
-        teacher_model=args.teacher_model,
+    settings = shared_settings(args).replace(
         student_model=str(cut_student(args.cut_from, args.layers, args.texts / student)),
-        model_dtype=args.model_dtype,
-        max_steps=args.max_steps,
-        data_path=str(args.texts / "train.jsonl"),
-        eval_path=str(args.texts / "all.jsonl"),
-        batch_size=BATCH,
-        train_rows=BATCH * args.max_steps,
-        eval_rows=args.eval_rows,
         eval_every=args.max_steps,
-        generations=0,
-        report_to="none",
     )
     for rate in args.rates:
         for method, changed in METHODS.items():
@@ -111,8 +94,7 @@ def main() -> None:
                 settings.replace(**changed, learning_rate=rate),
                 lambda folder: best_evaluation(folder) | bits_per_byte(folder),
             )
-            with args.out.open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(key | scores)}\n")
+            append(args.out, key | scores)
     print_table(read(args.out))
 
 

@@ -98,7 +98,9 @@ def _table(scores: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> Table:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
+    from ssl_kd.core.pages.wording import percent
+
+    return "-" if share is None else percent(share)
 
 
 def _spread(probe: Mapping[str, Any]) -> str:

@@ -44,7 +44,8 @@ def _sweep(argv: list[str]) -> int:
     add("--rank", type=int, help="number of this process in a job array, from 0")
     add("--world", type=int, help="number of processes; srun and mpirun set --rank and --world")
     add("--dry-run", action="store_true", help="print the commands of the runs, and stop")
-    flags, rest = parser.parse_known_args(argv[mode == "distill" :])
+    words = argv[1:] if mode == "distill" else argv
+    flags, rest = parser.parse_known_args(words)
     rank, world = share_of_process(flags.rank, flags.world) or (0, 1)
 
     from ssl_kd.sweep.grid import Grid, read_list

@@ -105,7 +105,10 @@ class _Pool:
         gpus: Sequence[str],
         on_end: Callable[[Outcome], object],
     ) -> None:
-        self.sweep, self.jobs, self.gpus, self.on_end = sweep, jobs, gpus, on_end
+        self.sweep = sweep
+        self.jobs = jobs
+        self.gpus = gpus
+        self.on_end = on_end
         self.running: dict[int, _Child] = {}
         self.largest = 0  # bytes that a finished run needed
         self.free = 0  # bytes of memory before the first of the runs that are trained now

@@ -167,7 +167,7 @@ def _cluster_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _student_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores of the student after training, and its perplexity before."""
+    """Return the scores of the student after training."""
     rows = {row["name"]: row for row in metrics.get("table") or []}
     student = rows.get("student", {})
     scores = {name: student.get(name) for name in _OF_STUDENT}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "PROGRAM", (sys.executable, str(FAKE)))
     return tmp_path / "runs" / "s"
+
+
+@contextmanager
+def beside(work):
+    """Run `work(begun)` in a thread: from when it sets the event, until it ends after the block."""
+    begun = threading.Event()
+    thread = threading.Thread(target=work, args=[begun])
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def sweep(*words):
@@ -159,19 +173,15 @@ def test_a_damaged_plan_is_named(folder, capsys):
 def test_the_plan_is_written_by_one_process_at_a_time(folder):
     folder.mkdir(parents=True)
 
-    def another_of_the_job_array():
+    def another_of_the_job_array(locked):
         with Lock(folder / "sweep.lock"):
             (folder / "config.py").touch()
             locked.set()
             time.sleep(0.3)
             (folder / "config.py").unlink()
 
-    locked = threading.Event()
-    thread = threading.Thread(target=another_of_the_job_array)
-    thread.start()
-    locked.wait()
-    assert sweep("--beta", "0.5,0.6") == 0
-    thread.join()
+    with beside(another_of_the_job_array):
+        assert sweep("--beta", "0.5,0.6") == 0
     assert len(read_runs([folder])[0]) == 2
 
 
@@ -220,7 +230,7 @@ def test_a_run_that_an_earlier_sweep_still_trains_is_waited_for(folder, monkeypa
     monkeypatch.setattr(launch, "_SECONDS", 0.05)
     run = folder / "beta-0.5"
 
-    def earlier():
+    def earlier(locked):
         with Lock(run / ".lock"):
             locked.set()
             time.sleep(0.5)
@@ -229,12 +239,8 @@ def test_a_run_that_an_earlier_sweep_still_trains_is_waited_for(folder, monkeypa
     assert sweep("--beta", "0.5,0.6") == 0
     shutil.rmtree(run)
     run.mkdir()
-    locked = threading.Event()
-    thread = threading.Thread(target=earlier)
-    thread.start()
-    locked.wait()
-    assert sweep("--beta", "0.5,0.6") == 0
-    thread.join()
+    with beside(earlier):
+        assert sweep("--beta", "0.5,0.6") == 0
     assert len(order(folder)) == 2  # no third process was started
 
 
