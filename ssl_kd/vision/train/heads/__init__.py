@@ -8,10 +8,12 @@ from ssl_kd.vision.train.heads.bank import (
     import_head,
     parameters_of,
 )
+from ssl_kd.vision.train.heads.dino import DINOHead
 from ssl_kd.vision.train.heads.temi import TEMIHead
 
 __all__ = [
     "OWN_HEADS",
+    "DINOHead",
     "HeadBank",
     "TEMIHead",
     "check_answer",

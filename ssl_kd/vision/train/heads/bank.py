@@ -23,7 +23,12 @@ from ssl_kd.core.settings.import_paths import explain, import_class
 
 logger = logging.getLogger(__name__)
 
-OWN_HEADS = ("ssl_kd.heads.TEMIHead", "ssl_kd.vision.train.heads.temi.TEMIHead")
+OWN_HEADS = (
+    "ssl_kd.heads.TEMIHead",
+    "ssl_kd.vision.train.heads.temi.TEMIHead",
+    "ssl_kd.heads.DINOHead",
+    "ssl_kd.vision.train.heads.dino.DINOHead",
+)
 """Import paths of the heads that are part of this library."""
 
 

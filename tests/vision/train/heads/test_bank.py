@@ -8,7 +8,13 @@ from heads.cosine_head import CosineHead
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.precision import Precision
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train.heads import HeadBank, TEMIHead, check_answer, import_head
+from ssl_kd.vision.train.heads import (
+    DINOHead,
+    HeadBank,
+    TEMIHead,
+    check_answer,
+    import_head,
+)
 from ssl_kd.vision.train.step import HeadTrainer
 
 
@@ -28,6 +34,7 @@ MAKERS = [
     lambda: TEMIHead(6, 120, 10, 5),
     Plain,
     lambda: CosineHead(6, 4),
+    lambda: DINOHead(6, 4, 10, 5),
 ]
 
 
@@ -93,6 +100,23 @@ def test_temi_head_is_zero_row_safe_and_small_at_the_start():
     logits.sum().backward()
     assert torch.isfinite(logits).all()
     assert all(torch.isfinite(p.grad).all() for p in head.parameters())
+
+
+def test_the_head_of_dino_equals_its_official_form():
+    """Its last layer has weight normalization with a fixed norm of 1, and no bias."""
+    head = DINOHead(6, 4, 10, 5)
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4, bias=False))
+    last.parametrizations.weight.original0.data.fill_(1)
+    last.parametrizations.weight.original1.data.copy_(head.prototypes)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+    expected = last(nn.functional.normalize(head.mlp(x), dim=-1, p=2))
+    torch.testing.assert_close(head(x), expected, rtol=1e-6, atol=1e-6)
+
+    head(x).square().sum().backward()
+    expected.square().sum().backward()
+    of_last = last.parametrizations.weight.original1.grad
+    torch.testing.assert_close(head.prototypes.grad, of_last, rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_is_used_in_training_only():
