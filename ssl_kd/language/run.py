@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,9 @@ def run(
         work = "run" if ranks.rank == 0 else "prepare"  # the first rank makes the folder
         texts = check_before_loading(checked, precision, models, work=work)
         settings = with_automatic_cache(settings, precision, progress, texts)
-        with run_folder(settings, ranks) as folder, Signals(folder) as signals:
+        with ExitStack() as stack:
+            folder = stack.enter_context(run_folder(settings, ranks))
+            signals = stack.enter_context(Signals(folder))
             facts = {"precision": str(precision), "memory_plan": plan}
             folder.write_config(settings, mode="language", **facts)
             with clock("prepare"):
@@ -101,14 +104,18 @@ def run(
                 table.append(row)
                 progress("judge", 1, 2, {})
             log_summary(prepared, steps)
+            boards = settings.boards if ranks.rank == 0 else ()
+            options = boards, prepared.settings.to_dict(), folder.events
+            board = stack.enter_context(Board(folder.path, *options))
             with clock("train"), signals.between_steps():
-                best = _train(folder, prepared, distiller, steps, signals, judge, progress)
+                best = _train(folder, prepared, distiller, steps, signals, judge, progress, board)
             log_training_outcome(distiller, best.step)
             with clock("judge"):
                 best.put_back()
                 after = partial(judge.row, "student", distiller.student)
                 row, generations["after"] = ranks.from_first(after)
                 table.append(row)
+                board.log(steps, {f"final/{k}": v for k, v in row.items() if isinstance(v, float)})
                 progress("judge", 2, 2, {})
             with clock("save"):
                 _save(folder, prepared, distiller, table)
@@ -133,6 +140,7 @@ def _train(
     signals: Signals,
     judge: LanguageJudge,
     progress: Progress,
+    board: Board,
 ) -> BestStudent:
     """Train the student, from the last checkpoint if there is one; return the best weights."""
     ranks = distiller.ranks
@@ -152,48 +160,46 @@ def _train(
         offer(0)
     folder.writer.rewind(start)
     folder.writer.become_latest()
-    boards = settings.boards if ranks.rank == 0 else ()
-    with Board(folder.path, boards, settings.to_dict()) as board:
-        board.resume(start)
+    board.resume(start)
 
-        def on_log(row: Row) -> None:
-            folder.writer.log(row)
-            board.log(row["step"], {k: v for k, v in row.items() if v is not None})
-            losses = {k: row[k] for k in ("train_loss", "ce", "kd") if row[k] is not None}
-            speed = {"tokens/s": row["tokens_per_second"]}
-            progress("train", row["step"], steps, losses | speed)
+    def on_log(row: Row) -> None:
+        folder.writer.log(row)
+        board.log(row["step"], {k: v for k, v in row.items() if v is not None})
+        losses = {k: row[k] for k in ("train_loss", "ce", "kd") if row[k] is not None}
+        speed = {"tokens/s": row["tokens_per_second"]}
+        progress("train", row["step"], steps, losses | speed)
 
-        def on_checkpoint(done: int) -> object:
-            state = {"distiller": distiller.state(), "best": best.state()}
-            return folder.writer.save_checkpoint(done, state)
+    def on_checkpoint(done: int) -> object:
+        state = {"distiller": distiller.state(), "best": best.state()}
+        return folder.writer.save_checkpoint(done, state)
 
-        def on_eval(done: int) -> None:
-            row = offer(done).table_row("student")
-            folder.writer.log({"step": done, "eval": row})
-            board.log(done, {f"eval/{k}": v for k, v in row.items() if isinstance(v, float)})
+    def on_eval(done: int) -> None:
+        row = offer(done).table_row("student")
+        folder.writer.log({"step": done, "eval": row})
+        board.log(done, {f"eval/{k}": v for k, v in row.items() if isinstance(v, float)})
 
-        try:
-            train(
-                distiller,
-                prepared.blocks,
-                steps,
-                start=start,
-                rollouts=_rollouts(distiller, prepared, folder.path / "rollout_weights"),
-                on_step=log_step,
-                on_log=on_log,
-                on_eval=on_eval,
-                on_checkpoint=on_checkpoint,
-                should_stop=lambda: ranks.any_signal(signals, "before a step"),
-                after_step=cache_clearing(
-                    settings.clear_cache_every_step,
-                    distiller.precision.device,
-                    "GRADIENT_CHECKPOINTING, or a lower BATCH_SIZE with more "
-                    "GRADIENT_ACCUMULATION_STEPS",
-                ),
-            )
-            ranks.any_signal(signals, "after the last step")
-        except TooFewHealthyParts as error:
-            raise TooFewHealthyParts(stop_message(error, distiller)) from error
+    try:
+        train(
+            distiller,
+            prepared.blocks,
+            steps,
+            start=start,
+            rollouts=_rollouts(distiller, prepared, folder.path / "rollout_weights"),
+            on_step=log_step,
+            on_log=on_log,
+            on_eval=on_eval,
+            on_checkpoint=on_checkpoint,
+            should_stop=lambda: ranks.any_signal(signals, "before a step"),
+            after_step=cache_clearing(
+                settings.clear_cache_every_step,
+                distiller.precision.device,
+                "GRADIENT_CHECKPOINTING, or a lower BATCH_SIZE with more "
+                "GRADIENT_ACCUMULATION_STEPS",
+            ),
+        )
+        ranks.any_signal(signals, "after the last step")
+    except TooFewHealthyParts as error:
+        raise TooFewHealthyParts(stop_message(error, distiller)) from error
     return best
 
 

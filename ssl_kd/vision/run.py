@@ -32,6 +32,7 @@ from ssl_kd.vision.data import (
     NoSuchSplit,
     open_dataset,
 )
+from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.extract import Dataset, Extraction, SplitExtraction, fingerprint
 from ssl_kd.vision.fit import log_method
 from ssl_kd.vision.graph.number import check_enough
@@ -78,7 +79,8 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         facts = {"precision": str(precision), "method": settings.description}
         folder.write_config(settings, **facts)
         folder.check_code(_user_code(settings.head, settings.loss))
-        board = stack.enter_context(Board(folder.path, settings.boards, settings.to_dict()))
+        options = settings.boards, settings.to_dict(), folder.events
+        board = stack.enter_context(Board(folder.path, *options))
         context = RunContext(
             settings, folder, precision, clock, signals, progress, head_ranks, board
         )
@@ -100,6 +102,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
             "events": folder.count_events(),
             "seconds": clock.seconds,
         }
+        board.log(metrics["steps"], final_scores(metrics))
         folder.writer.update_json("metrics.json", **metrics)  # the last file: the run is finished
         return folder.path
 
@@ -311,6 +314,13 @@ def n_clusters_of(
         without = f" without the {left_out} that were left out" if left_out else ""
         raise SettingsError(f"N_CLUSTERS is {k}; expected 2 to {n}, the number of samples{without}")
     return k
+
+
+def final_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a board shows of `metrics.json`: criteria of the heads, scores of the answer."""
+    rows = {row["name"]: row for row in metrics["table"]}  # the last split of each
+    scores = {f"final/{name}": rows["consensus"][name] for name in METRICS}
+    return {"criterion": [head["criterion"] for head in metrics["heads"]], **scores}
 
 
 def about_data(

@@ -37,6 +37,7 @@ from ssl_kd.language.teachers.load import trained_teacher  # noqa: E402
 from ssl_kd.language.text.rows import split_held_out, texts_of  # noqa: E402
 from ssl_kd.language.train.step import Distiller, precision_of  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.core.runs.test_board import marks  # noqa: E402
 from tests.faults.inject import events, metrics, stop_at  # noqa: E402
 from tests.marks import slow  # noqa: E402
 from tests.tiny import sentence  # noqa: E402
@@ -591,6 +592,9 @@ def test_a_stopped_run_names_the_cause_and_the_settings_to_try(settings, tmp_pat
     path = tmp_path / "runs" / "a"
     found = [(row["step"], row["part"], row["action"]) for row in events(path)]
     assert (2, "ce", "cut out") in found and (3, "model", "skipped") in found
+    shown = marks(path)
+    assert "step 2, ce: the loss is not finite (nan); cut out" in shown[2] and "stopped" in shown[3]
+    assert shown.keys() == {step for step, _, _ in found}
     assert max((path / "checkpoint").glob("*.pt")).name == "step_000000003.pt"
     with pytest.raises(TooFewHealthyParts):  # a resume finds the same
         run(settings(stop_after=2, resume=True))

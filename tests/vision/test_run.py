@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from ssl_kd_explore.export import export
 from ssl_kd_explore.export.cards import model_card
 from ssl_kd_explore.export.content import Content
 from ssl_kd_explore.run import Run as OpenRun
-from tests.core.runs.test_board import curves
+from tests.core.runs.test_board import curves, marks
 from tests.faults.matrix import row as fault
 from tests.marks import slow
 
@@ -372,9 +373,13 @@ def test_a_board_shows_the_losses_the_healthy_heads_and_the_criterion(settings):
     shown = curves(path)
     looks = shown.pop("neighbor_information")
     assert looks == [int(step) for step in metrics(path)["convergence"]]
-    per_head = {f"{n}_{of}" for n in ("loss", "grad_norm") for of in ("mean", "lowest", "highest")}
+    assert shown.pop("guard/events") == sorted({*steps, *looks})
+    final = {name for name in shown if name.startswith(("criterion_", "final/"))}
+    assert {shown.pop(name)[0] for name in final} == {metrics(path)["steps"]}
+    assert final >= {"criterion_median", "criterion_lowest", "criterion_highest", "final/acc"}
+    bands = {f"{n}_{of}" for n in ("loss", "grad_norm") for of in ("median", "lowest", "highest")}
     others = {"healthy", "learning_rate", "success_rate", "samples_per_second"}
-    assert shown == dict.fromkeys(per_head | others, steps)
+    assert shown == dict.fromkeys(bands | others, steps)
     assert not (run(settings(report_to="none")) / "tensorboard").exists()
 
 
@@ -602,6 +607,9 @@ def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
     bundles = sorted(path.glob("faults/*.safetensors"))
     skipped = [e for e in events(path) if e["action"] == "skipped"]
     first = {e["part"]: e["step"] for e in reversed(skipped)}
+    assert {step: text.count("\n\n") + 1 for step, text in marks(path).items()} == dict(
+        Counter(event["step"] for event in events(path))
+    )
     expected = {f"{part.replace(' ', '-')}-step{step}.safetensors" for part, step in first.items()}
     assert {bundle.name for bundle in bundles} == expected and expected
     report = replay(bundles[0], head=f"{__name__}.Fragile")

@@ -33,8 +33,8 @@ class RunFiles:
             path,
             _json(path / "config.json"),
             _json(path / "metrics.json"),
-            _json_lines(path / "metrics.jsonl"),
-            _json_lines(path / "events.jsonl"),
+            read_json_lines(path / "metrics.jsonl"),
+            read_json_lines(path / "events.jsonl"),
         )
 
 
@@ -42,7 +42,8 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file with one on each line; empty if there is no such file."""
     if not path.exists():
         return []
     lines = []

@@ -2,21 +2,26 @@
 
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ssl_kd.core.errors import UserError
-from ssl_kd.core.runs.board import Board, check_boards
+from firstnan.events import Event, EventLog
+from ssl_kd.core.errors import Interrupted, UserError
+from ssl_kd.core.runs.board import EVENTS, Board, check_boards
 from ssl_kd.vision.settings import VisionSettings
 
 
 class Tracker(types.ModuleType):
     """A module with the functions of wandb and trackio that are used."""
 
+    Table = staticmethod(lambda **content: content)
+
     def __init__(self, name, fault=None):
         super().__init__(name)
         self.started, self.rows, self.finished, self.fault = {}, [], 0, fault
+        self.alerts, self.exit_code = [], None
 
     def init(self, **arguments):
         if self.fault:
@@ -26,8 +31,12 @@ class Tracker(types.ModuleType):
     def log(self, metrics, step=None):
         self.rows.append((step, metrics))
 
-    def finish(self):
+    def alert(self, title, text):
+        self.alerts.append((title, text))
+
+    def finish(self, exit_code=None):
         self.finished += 1
+        self.exit_code = exit_code
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -46,9 +55,78 @@ def test_a_tracker_gets_settings_and_numbers(tmp_path, monkeypatch, name):
         "resume": "allow",
         **own,
     }
-    per_head = {"per_head_mean": 2.0, "per_head_lowest": 1.0, "per_head_highest": 3.0}
-    assert tracker.rows == [(3, {"ce": 1.5, **per_head}), (4, {})]
-    assert tracker.finished == 1
+    per_head = {"per_head_median": 2.0, "per_head_lowest": 1.0, "per_head_highest": 3.0}
+    assert tracker.rows == [(3, {"ce": 1.5, **per_head, EVENTS: 0}), (4, {EVENTS: 0})]
+    assert tracker.finished == 1 and tracker.alerts == []
+
+
+DROPPED = Event(2, "head 1", "loss", "its loss is not finite", "skipped")
+RESTORED = Event(4, "head 1", "escalation", "10 faults in a row", "restored")
+
+
+def with_events(path, names):
+    """Log a run in which the guard acts at steps 2, 3 and 4, at last after the last record."""
+    events = EventLog(path / "events.jsonl")
+    path.mkdir()
+    with Board(path, names, {"SEED": 1}, events) as board:
+        board.log(1, {"ce": 1.0})
+        events.extend([DROPPED, replace(DROPPED, step=3)])
+        board.log(3, {"ce": 2.0})
+        board.log(3, {"final/acc": 1.0})  # does not hide the events of the step
+        events.extend([RESTORED])
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_shows_the_events_of_the_guard(tmp_path, monkeypatch, name):
+    tracker = Tracker(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    with_events(tmp_path / "a", {name})
+    *rows, (step, table) = tracker.rows
+    assert [(at, row.get(EVENTS)) for at, row in rows] == [(1, 0), (3, 2), (3, None), (4, 1)]
+    assert tracker.alerts == [  # the first of each kind
+        ("guard: loss, skipped", "step 2, head 1: its loss is not finite; skipped"),
+        ("guard: escalation, restored", "step 4, head 1: 10 faults in a row; restored"),
+    ]
+    assert step == 4 and [row[0] for row in table["guard/table"]["data"]] == [2, 3, 4]
+    assert table["guard/table"]["columns"] == "step part stage reason action value".split()
+
+
+def test_tensorboard_shows_the_events_of_the_guard_and_bands(tmp_path):
+    with_events(tmp_path / "a", {"tensorboard"})
+    shown = EventAccumulator(str(tmp_path / "a" / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in shown.Scalars(EVENTS)] == [(1, 0), (3, 2), (4, 1)]
+    texts = shown.Tensors(f"{EVENTS}/text_summary")
+    assert [e.step for e in texts] == [2, 3, 4]
+    assert texts[0].tensor_proto.string_val == [str(DROPPED).encode()]
+
+    with Board(tmp_path / "b", {"tensorboard"}) as board:
+        board.log(1, {"ce": 1.0})
+        board.log(2, {"loss": [1.0, 2.0, 9.0], "grad_norm": [1.0, 1.0, 1.0]})
+    shown = EventAccumulator(str(tmp_path / "b" / "tensorboard")).Reload()
+    assert shown.Scalars("loss_median")[0].value == 2
+    (layout,) = shown.Tensors("custom_scalars__config__")
+    assert b"loss_median" in layout.tensor_proto.string_val[0]
+    assert b"grad_norm_highest" in layout.tensor_proto.string_val[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "of_wandb", "of_mlflow"),
+    [(RuntimeError("no memory"), 1, "FAILED"), (Interrupted(2, None), 1, "KILLED")],
+)
+def test_trackers_know_a_run_that_failed_or_was_stopped(
+    tmp_path, monkeypatch, error, of_wandb, of_mlflow
+):
+    wandb, trackio, mlflow = Tracker("wandb"), Tracker("trackio"), MLflow()
+    for module in (wandb, trackio, mlflow):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(type(error)), Board(tmp_path / "a", {"wandb", "trackio", "mlflow"}):
+        raise error
+    assert wandb.exit_code == of_wandb and mlflow.calls[-1] == ("end_run", of_mlflow, {})
+    assert trackio.alerts == [("the run ended early", str(error))]
+    assert (wandb.alerts, wandb.finished, trackio.finished) == ([], 1, 1)
+    with Board(tmp_path / "b", {"wandb"}):
+        pass
+    assert wandb.exit_code == 0
 
 
 class MLflow(types.ModuleType):
@@ -76,21 +154,25 @@ def test_mlflow_gets_settings_and_numbers_and_continues_a_resumed_run(tmp_path, 
         ("set_experiment", "ssl_kd", {}),
         ("start_run", {"run_name": "my-run"}),
         ("log_params", {"SEED": "1", "TEXT": "None"}, {}),
-        ("log_metrics", {"ce": 1.5}, {"step": 3}),
+        ("log_metrics", {"ce": 1.5, EVENTS: 0}, {"step": 3}),
         ("end_run", "FINISHED", {}),
         ("set_experiment", "ssl_kd", {}),
         ("start_run", {"run_id": "abc123"}),
-        ("log_metrics", {"ce": 1.5}, {"step": 4}),
+        ("log_metrics", {"ce": 1.5, EVENTS: 0}, {"step": 4}),
         ("end_run", "FINISHED", {}),
     ]
 
 
-def test_mlflow_knows_a_run_that_failed(tmp_path, monkeypatch):
+def test_mlflow_shows_the_events_of_the_guard(tmp_path, monkeypatch):
     mlflow = MLflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    with pytest.raises(RuntimeError), Board(tmp_path / "my-run", {"mlflow"}):
-        raise RuntimeError
-    assert mlflow.calls[-1] == ("end_run", "FAILED", {})
+    with_events(tmp_path / "a", {"mlflow"})
+    assert [call[2] for call in mlflow.calls if call[0] == "set_tag"] == [
+        "2 skipped",
+        "2 skipped, 1 restored",
+    ]
+    file = str(tmp_path / "a" / "events.jsonl")
+    assert mlflow.calls[-2:] == [("log_artifact", file, {}), ("end_run", "FINISHED", {})]
 
 
 def test_a_missing_or_failing_tracker_names_the_way_out(tmp_path, monkeypatch):
@@ -120,6 +202,16 @@ def curves(path):
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def marks(path):
+    """The events of the guard in TensorBoard's files of a run: the text at each step."""
+    everything = {"tensors": 0}  # by default ten
+    shown = EventAccumulator(str(path / "tensorboard"), everything).Reload()
+    texts: dict[int, list[str]] = {}
+    for text in shown.Tensors(f"{EVENTS}/text_summary"):
+        texts.setdefault(text.step, []).append(text.tensor_proto.string_val[0].decode())
+    return {step: "\n\n".join(of_step) for step, of_step in texts.items()}
+
+
 def test_a_resumed_run_hides_records_after_its_checkpoint(tmp_path):
     with Board(tmp_path, {"tensorboard"}) as board:
         for step in (10, 20, 30, 40):
@@ -127,4 +219,4 @@ def test_a_resumed_run_hides_records_after_its_checkpoint(tmp_path):
     with Board(tmp_path, {"tensorboard"}) as board:
         board.resume(20)
         board.log(25, {"ce": 25})
-    assert curves(tmp_path) == {"ce": [10, 20, 25]}
+    assert curves(tmp_path) == {"ce": [10, 20, 25], EVENTS: [10, 20, 25]}
