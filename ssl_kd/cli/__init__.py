@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         lambda argv: train(["extract", *argv], prog="ssl_kd"),
         "cache a teacher's embeddings, on one machine or many, and stop",
     ),
-    "evaluate": (evaluate, "judge teachers by their embeddings: probes, k-NN, few-shot, RankMe"),
+    "evaluate": (evaluate, "judge teachers by their embeddings, with and without labels"),
     "distill": (partial(distill, prog="ssl_kd distill"), "distill a language model"),
     "sweep": (sweep, "train a grid of runs: ssl_kd sweep --beta 0.5,0.6 --seed 0..4 --name betas"),
     "table": (table, "put runs in a table: means over seeds, differences, tests; CSV, LaTeX"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.failures import guarded
-from ssl_kd.cli.flags import FlagParser, resolve_settings
+from ssl_kd.cli.flags import FlagParser, integer_from, resolve_settings
 from ssl_kd.core.errors import OK, InputError
 from ssl_kd.core.settings.early import check_dataset
 
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DESCRIPTION = """Embeds the data set, or reads the cache, and prints the accuracy of k-NN (k = 20),
-of a linear probe (logistic regression) and of probes on 1, 5 and 10 samples of each class (mean of
-ten draws), and RankMe, which needs no labels. Several values of a setting, such as --teacher
-dinov2_vits14,clip, are compared. The flags are those of ssl_kd train."""
+of a linear probe and of probes on 1, 5 and 10 samples of each class (mean of ten draws), and
+RankMe, alpha-ReQ and LiDAR, which need no labels. Several values of a setting, such as --teacher
+dinov2_vits14,clip, are compared. The flags are those of ssl_kd train. With folders of caches
+instead of flags (ssl_kd evaluate CACHE CACHE), these are scored, without data and teacher."""
 # Settings of runs, of which there is none here.
 _REFUSED: Mapping[str, str] = dict.fromkeys(
     ("run_name", "runs_dir", "resume", "extend"),
@@ -33,14 +35,49 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _evaluate(argv: Sequence[str]) -> int:
-    parser = FlagParser(prog="ssl_kd evaluate", description=_DESCRIPTION)
+    caches = [Path(word) for word in itertools.takewhile(lambda w: w[:1] != "-", argv)]
+    parser = FlagParser(
+        prog="ssl_kd evaluate", usage="%(prog)s [CACHE ...] [flags]", description=_DESCRIPTION
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the scores and how to repeat them")
-    flags, rest = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--probe",
+        choices=("logistic", "sgd"),
+        default="logistic",
+        help="linear probe: logistic regression, or SGD over 13 learning rates as in DINOv2",
+    )
+    parser.add_argument(
+        "--probe-steps", type=integer_from(1), help="updates of --probe sgd (default: 12,500)"
+    )
+    about_views = "views of each of 200 images, from 2, from which LiDAR is computed"
+    parser.add_argument("--views", type=integer_from(2), default=0, help=about_views)
+    flags, rest = parser.parse_known_args(argv[len(caches) :])
+    if flags.probe_steps is not None and flags.probe != "sgd":
+        raise InputError(
+            "--probe_steps has no effect without --probe sgd: add that, or leave it out"
+        )
 
+    score = partial(_score_caches, caches) if caches else _score_teachers
+    axes, scores = score(rest, flags)
+    files = {}
+    if flags.out is not None:
+        from ssl_kd.core.files import atomic_write_json
+
+        atomic_write_json(flags.out, scores)
+        files["Scores"] = flags.out
+
+    from ssl_kd.cli.screen import print_result
+
+    print_result(_table(scores, axes), files)
+    return OK
+
+
+def _score_teachers(words: Sequence[str], flags: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the settings with several values, and the scores of each combination."""
     from ssl_kd.sweep.grid import Grid, flags_of
     from ssl_kd.vision.settings import VisionSettings
 
-    grid = Grid.read(VisionSettings, rest, _REFUSED)
+    grid = Grid.read(VisionSettings, words, _REFUSED)
     compared = []
     for own in list(grid.combinations().values()) if grid.axes else [{}]:
         flags_of_run = [*grid.flags, *flags_of(own)]
@@ -53,46 +90,79 @@ def _evaluate(argv: Sequence[str]) -> int:
             raise InputError(f"EXTEND is {settings.extend!r}, and {_REFUSED['extend']}")
         compared.append(settings)
 
-    from ssl_kd.cli.screen import ProgressBars, open_screen, print_result
+    from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()
-    from ssl_kd.core.files import atomic_write_json
-    from ssl_kd.core.runs.folder import check_writable
     from ssl_kd.vision.evaluate_teacher import evaluate_teacher
+
+    protocol = _protocol(flags, 0)
+    with ProgressBars(screen) as progress:
+        scores = [evaluate_teacher(each, protocol, progress=progress) for each in compared]
+    return list(grid.axes), scores
+
+
+def _score_caches(
+    caches: Sequence[Path], words: Sequence[str], flags: Any
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return no settings, and the scores of each cache."""
+    parser = FlagParser(prog="ssl_kd evaluate")
+    parser.add_argument("--seed", type=integer_from(0), default=0)
+    seed, others = parser.parse_known_args(words)
+    if others:
+        raise InputError(
+            f"{others[0]} has no effect on caches, which are scored as they are: leave it out. "
+            "--seed, --out, --probe and --probe_steps go with caches"
+        )
+    if flags.views:
+        raise InputError(
+            f"--views is {flags.views}, but a cache holds no images, of which views could be made: "
+            "name the data by --dataset instead"
+        )
+
+    from ssl_kd.cli.screen import open_screen
+
+    open_screen()
+    from ssl_kd.vision.evaluate_teacher import evaluate_caches
+
+    return [], evaluate_caches(caches, _protocol(flags, seed.seed))
+
+
+def _protocol(flags: Any, seed: int) -> Any:
+    from ssl_kd.core.runs.folder import check_writable
+    from ssl_kd.vision.evaluate_teacher import Protocol
 
     if flags.out is not None:
         check_writable("OUT", flags.out, is_file=True)
-    with ProgressBars(screen) as progress:
-        scores = [evaluate_teacher(settings, progress=progress) for settings in compared]
-    files = {}
-    if flags.out is not None:
-        atomic_write_json(flags.out, scores)
-        files["Scores"] = flags.out
-    print_result(_table(scores, list(grid.axes)), files)
-    return OK
+    steps = {} if flags.probe_steps is None else {"probe_steps": flags.probe_steps}
+    return Protocol(seed, flags.probe, views=flags.views, **steps)
 
 
 def _table(scores: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> Table:
-    """Return a row for each teacher; accuracies in percent."""
+    """Return a row for each teacher; accuracies in percent, left out if no data set has labels."""
     from ssl_kd.core.pages.tables import new_table
 
     others = [axis for axis in axes if axis != "teacher"]
     labeled = [row for row in scores if row["few_shot"] is not None]
     shots = [probe["shots"] for probe in labeled[0]["few_shot"]] if labeled else []
     table = new_table(None, "teacher")
-    columns = [*others, "width", "k-NN, %", "linear probe, %"]
-    for name in [*columns, *(f"{n}-shot, %" for n in shots), "RankMe"]:
+    columns = [*others, "width"]
+    if labeled:
+        columns += ["k-NN, %", "linear probe, %", *(f"{n}-shot, %" for n in shots)]
+    for name in [*columns, "RankMe", "alpha-ReQ", "LiDAR"]:
         table.add_column(name, justify="right")
     for row in scores:
-        probe = (row["linear_probe"] or {}).get("accuracy")
-        few = [_spread(p) for p in row["few_shot"]] if row["few_shot"] else ["-"] * len(shots)
+        cells = [str(row["settings"][axis.upper()]) for axis in others]
+        cells.append(f"{row['teacher']['dim']}")
+        if labeled:
+            probe = (row["linear_probe"] or {}).get("accuracy")
+            cells += [_percent(value) for value in (row["knn_accuracy"], probe)]
+            cells += (
+                [_spread(p) for p in row["few_shot"]] if row["few_shot"] else ["-"] * len(shots)
+            )
+        alpha, lidar = row["alpha_req"], row["lidar"]["value"]
+        cells += [f"{row['rankme']:.1f}", "-" if alpha is None else f"{alpha:.2f}"]
         table.add_row(
-            row["teacher"]["name"],
-            *(str(row["settings"][axis.upper()]) for axis in others),
-            f"{row['teacher']['dim']}",
-            *(_percent(value) for value in (row["knn_accuracy"], probe)),
-            *few,
-            f"{row['rankme']:.1f}",
+            row["teacher"]["name"], *cells, "one view" if lidar is None else f"{lidar:.1f}"
         )
     return table
 

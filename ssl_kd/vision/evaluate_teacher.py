@@ -2,63 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from ssl_kd.core.errors import InputError
 from ssl_kd.core.precision import Precision
 from ssl_kd.core.runs.clock import Clock, Progress, no_progress
 from ssl_kd.core.runs.folder import commit, versions
 from ssl_kd.vision import evaluate
 from ssl_kd.vision.assignments import JUDGED_ROWS
+from ssl_kd.vision.augmented import embed_views
 from ssl_kd.vision.cache.embeddings import EmbeddingStore
+from ssl_kd.vision.data import ImageDataset
+from ssl_kd.vision.evaluate.sgd_probe import STEPS
 from ssl_kd.vision.run import open_extractions
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train.pairs import sample_rows
 
 
+@dataclass(frozen=True)
+class Protocol:
+    """How embeddings are scored."""
+
+    seed: int = 0
+    probe: str = "logistic"  # the linear probe: logistic (regression) or sgd (DINOv2's)
+    probe_steps: int = STEPS  # of sgd
+    views: int = 0  # augmented views of each image, for LiDAR; 0: none
+    device: str | torch.device = "cpu"  # that trains the probe sgd
+
+
 def evaluate_teacher(
-    settings: VisionSettings, *, progress: Progress = no_progress
+    settings: VisionSettings, protocol: Protocol | None = None, *, progress: Progress = no_progress
 ) -> dict[str, Any]:
     """Fill the teacher's cache, and score the embeddings.
 
+    Args:
+        settings: data, teacher and cache.
+        protocol: how to score; its seed and device are replaced by those of the settings.
+        progress: called while samples are embedded.
+
     Returns:
-        A dict that can be written as JSON: the scores of `knn_accuracy`, `linear_probe` and
-        `few_shot_probes` (None without labels) and `rankme` of `ssl_kd.evaluate`, and what is
-        needed to repeat them: the teacher and its weights, the numbers of samples, the settings,
-        the versions of packages and the commit.
+        A dict that can be written as JSON: the scores of `scores_of`, and what is needed to repeat
+        them: the teacher and its weights, the numbers of samples, the settings, the versions of
+        packages and the commit.
     """
     clock = Clock()
     precision = Precision.for_device(settings.device, settings.use_fp16)
     extractions = open_extractions(settings, precision, progress=progress)
-    teacher = extractions["train"].teacher
+    train = extractions["train"]
+    protocol = protocol or Protocol()
+    if protocol.views and not isinstance(train.dataset, ImageDataset):
+        raise InputError(
+            f"--views is {protocol.views}, but DATASET {settings.dataset} holds no images, of "
+            "which views could be made: leave it out"
+        )
     with clock("embed"):
-        splits = {
-            name: _sampled(extraction.store(), settings.seed)
-            for name, extraction in extractions.items()
-        }
-    x, labels = splits["train"]
-    held_out: tuple[Any, ...] = ()
-    if "test" in splits and splits["test"][1] is not None:
-        held_out = splits["test"]
-    scores: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None, "few_shot": None}
+        stores = {name: extraction.store() for name, extraction in extractions.items()}
+        views = None
+        if protocol.views:
+            assert isinstance(train.dataset, ImageDataset)
+            views = embed_views(
+                train.dataset, train.teacher, precision, protocol.views, seed=settings.seed
+            )
     with clock("score"):
-        if labels is not None:
-            seed = settings.seed
-            scores = {
-                "knn_accuracy": evaluate.knn_accuracy(x, labels, *held_out),
-                "linear_probe": evaluate.linear_probe(x, labels, *held_out, seed=seed),
-                "few_shot": evaluate.few_shot_probes(x, labels, *held_out, seed=seed),
-            }
-        scores["rankme"] = evaluate.rankme(x, seed=settings.seed)
+        protocol = replace(protocol, seed=settings.seed, device=precision.device)
+        scores = scores_of(stores, protocol, views)
+    teacher = train.teacher
     resolved = settings.replace(teacher=teacher.setting)
     return {
         "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
-        "cache": str(Path(extractions["train"].folder)),
-        "rows": {name: len(rows) for name, (rows, _) in splits.items()},
-        "held_out": bool(held_out),
+        "cache": str(Path(train.folder)),
         **scores,
         "seconds": clock.seconds,
         "settings": resolved.to_dict(),
@@ -66,6 +85,120 @@ def evaluate_teacher(
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def evaluate_caches(folders: Sequence[Path], protocol: Protocol) -> list[dict[str, Any]]:
+    """Score the embeddings of caches of the same samples, without teachers or data.
+
+    Returns:
+        For each cache what `evaluate_teacher` returns, with the cache's own labels and without
+        `settings` and `precision`, but with `fingerprint`, what the cache was computed from.
+
+    Raises:
+        InputError: a folder is not a cache of embeddings, or two caches hold other samples.
+    """
+    results = []
+    first: EmbeddingStore | None = None
+    for folder in folders:
+        clock = Clock()
+        stores = open_caches(folder)
+        train = stores["train"]
+        if first is None:
+            first = train
+        elif train.n != first.n or any(a != b for a, b in zip(train.ids, first.ids, strict=True)):
+            raise InputError(
+                f"{folder} and {first.folder} hold different samples ({train.n} and {first.n}), so "
+                "their scores do not compare: score each with a command of its own"
+            )
+        with clock("score"):
+            scores = scores_of(stores, protocol)
+        identity = train.fingerprint
+        results.append(
+            {
+                "teacher": {
+                    "name": identity.teacher,
+                    "dim": train.dim,
+                    "weights": identity.weights,
+                },
+                "cache": str(folder),
+                **scores,
+                "seconds": clock.seconds,
+                "fingerprint": vars(identity),
+                "versions": versions(),
+                "commit": commit(),
+            }
+        )
+    return results
+
+
+def open_caches(folder: Path) -> dict[str, EmbeddingStore]:
+    """Open the splits of a cache: `train` and, if there is one, `test`.
+
+    Raises:
+        InputError: the folder is not a cache of embeddings.
+    """
+    stores = {
+        split: EmbeddingStore.open(folder, split)
+        for split in ("train", "test")
+        if (folder / f"embeddings_{split}.json").is_file()
+    }
+    if "train" not in stores:
+        raise InputError(
+            f"{folder} holds no embeddings_train.json; expected a cache of embeddings, the folder "
+            "that a run names as EMBEDDINGS_DIR. Data are named by --dataset"
+        )
+    return stores
+
+
+def scores_of(
+    stores: Mapping[str, EmbeddingStore], protocol: Protocol, views: NDArray | None = None
+) -> dict[str, Any]:
+    """Score embeddings, on the split `test` if it has labels.
+
+    Returns:
+        `rows` of each split, `held_out`, whether `test` has labels; `knn_accuracy`, `linear_probe`
+        and `few_shot` (None without labels), `rankme`, `alpha_req` and `lidar` as the functions of
+        these names in `ssl_kd.evaluate` (`few_shot_probes` for `few_shot`, `sgd_probe` for the
+        probe `sgd`), and `protocol`. `lidar` is a dict: `value`, and `note` if that is None.
+    """
+    splits = {name: _sampled(store, protocol.seed) for name, store in stores.items()}
+    x, labels = splits["train"]
+    held_out: tuple[Any, ...] = ()
+    if "test" in splits and splits["test"][1] is not None:
+        held_out = splits["test"]
+    seed = protocol.seed
+    scores: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None, "few_shot": None}
+    if labels is not None:
+        scores = {
+            "knn_accuracy": evaluate.knn_accuracy(x, labels, *held_out),
+            "linear_probe": _linear_probe(x, labels, held_out, protocol),
+            "few_shot": evaluate.few_shot_probes(x, labels, *held_out, seed=seed),
+        }
+    about_lidar = {"value": None, "note": "a cache holds one view of each sample: add --views 8"}
+    if views is not None:
+        about_lidar = {"value": evaluate.lidar(views), "note": None}
+    return {
+        "rows": {name: len(rows) for name, (rows, _) in splits.items()},
+        "held_out": bool(held_out),
+        **scores,
+        "rankme": evaluate.rankme(x, seed=seed),
+        "alpha_req": evaluate.alpha_req(x, seed=seed),
+        "lidar": about_lidar,
+        "protocol": {
+            "seed": seed,
+            "probe": protocol.probe,
+            "views": None if views is None else list(views.shape[:2]),
+        },
+    }
+
+
+def _linear_probe(
+    x: NDArray, labels: NDArray, held_out: tuple[Any, ...], protocol: Protocol
+) -> dict[str, Any]:
+    if protocol.probe == "logistic":
+        return evaluate.linear_probe(x, labels, *held_out, seed=protocol.seed)
+    options = {"steps": protocol.probe_steps, "seed": protocol.seed, "device": protocol.device}
+    return evaluate.sgd_probe(x, labels, *held_out, **options)
 
 
 def _sampled(store: EmbeddingStore, seed: int) -> tuple[NDArray, NDArray[np.int64] | None]:

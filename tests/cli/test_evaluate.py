@@ -37,11 +37,55 @@ def test_several_values_are_compared(tmp_path, monkeypatch, capsys):
     assert [row[2] for row in rows] == ["64", "256"]
 
 
-def test_without_labels_the_rank_remains(tmp_path, monkeypatch, capsys):
+def test_without_labels_the_columns_that_need_none_remain(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.save("x.npy", np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32))
     assert main(["evaluate", "--dataset", "x.npy"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[-2:][0] == "-"
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["teacher", "width", "RankMe", "alpha-ReQ", "LiDAR"]
+    assert row.split()[1] == "4" and row.split()[-3:] == ["-", "one", "view"]
+
+
+def test_caches_are_scored_without_data_as_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--dataset", features(tmp_path, "a.npz"), "--embeddings_dir", "cache"]
+    assert main(["evaluate", *flags, "--out", "data.json"]) == 0
+    (tmp_path / "a.npz").unlink()
+    assert main(["evaluate", "cache", "cache", "--out", "caches.json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 9
+    (by_data,) = json.loads((tmp_path / "data.json").read_text())
+    first, second = json.loads((tmp_path / "caches.json").read_text())
+    scores = ("knn_accuracy", "linear_probe", "few_shot", "rankme", "alpha_req", "lidar", "rows")
+    assert {k: first[k] for k in scores} == {k: by_data[k] for k in scores}
+    assert first["rankme"] == second["rankme"] and first["fingerprint"]["teacher"] == "features"
+
+
+def test_caches_of_other_samples_or_with_flags_for_data_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, n in (("a", 30), ("b", 31)):
+        np.save(f"{name}.npy", np.random.default_rng(0).normal(size=(n, 4)).astype(np.float32))
+        assert main(["evaluate", "--dataset", f"{name}.npy", "--embeddings_dir", name]) == 0
+    for words, message in (
+        (["a", "b"], "b and a hold different samples (31 and 30)"),
+        (["a", "c"], "c holds no embeddings_train.json; expected a cache"),
+        (["a", "--teacher", "pixels"], "--teacher has no effect on caches"),
+        (["a", "--views", "4"], "--views is 4, but a cache holds no images"),
+        (["--dataset", "a.npy", "--views", "4"], "DATASET a.npy holds no images"),
+        (["a", "--probe_steps", "4"], "--probe_steps has no effect without --probe sgd"),
+    ):
+        assert main(["evaluate", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_views_and_the_probe_of_dinov2_are_scored_and_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--dataset", "digits", "--views", "3", "--probe", "sgd", "--probe_steps", "200"]
+    assert main(["evaluate", *words, "--out", "scores.json"]) == 0
+    (row,) = json.loads((tmp_path / "scores.json").read_text())
+    assert row["protocol"] == {"seed": row["settings"]["SEED"], "probe": "sgd", "views": [200, 3]}
+    assert 1 < row["lidar"]["value"] < 64 and row["lidar"]["note"] is None
+    assert row["linear_probe"]["accuracy"] > 0.85 and len(row["linear_probe"]["rates"]) == 13
+    assert {"steps": 200, "batch_size": 128}.items() <= row["linear_probe"].items()
 
 
 def test_bad_words_are_refused_before_anything_is_embedded(tmp_path, monkeypatch, capsys):
@@ -70,4 +114,4 @@ def test_a_row_is_one_line_in_a_file(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "--dataset", features(tmp_path, "a.npz")]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "features" in line)
     assert row.count("±") == 3
-    assert len(row.split()) == 14
+    assert len(row.split()) == 17

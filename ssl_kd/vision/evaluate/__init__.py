@@ -18,12 +18,14 @@ from ssl_kd.vision.evaluate.few_shot import few_shot_probes
 from ssl_kd.vision.evaluate.knn import knn_accuracy
 from ssl_kd.vision.evaluate.layout import embedding_map
 from ssl_kd.vision.evaluate.probe import linear_probe
-from ssl_kd.vision.evaluate.rank import rankme
+from ssl_kd.vision.evaluate.rank import alpha_req, lidar, rankme
+from ssl_kd.vision.evaluate.sgd_probe import sgd_probe
 
 __all__ = [
     "METRICS",
     "Metric",
     "accuracy",
+    "alpha_req",
     "calibration",
     "cluster_sizes",
     "clustering_scores",
@@ -34,9 +36,11 @@ __all__ = [
     "kmeans",
     "few_shot_probes",
     "knn_accuracy",
+    "lidar",
     "linear_probe",
     "match",
     "rankme",
     "rightly_placed",
+    "sgd_probe",
     "spectral",
 ]

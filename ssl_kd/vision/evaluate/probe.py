@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,30 +49,16 @@ def linear_probe(
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
-    if (test_x is None) != (test_y is None):
-        raise ValueError(
-            "one of test_x and test_y is None; expected both, or neither to hold out training data"
-        )
     train_y = np.asarray(train_y)
-    classes = np.unique(train_y[train_y >= 0])
-    n_known = int((train_y >= 0).sum())
-    max_rows = max(2_000, BUDGET // (train_x.shape[1] * max(len(classes), 1)))
-    x, y = labeled_sample(train_x, train_y, max_rows, seed)
-    notes = [f"fitted on a random {len(y)} of {n_known} samples"] if len(y) < n_known else []
-    nothing = {"accuracy": None, "C": None, "rows": len(y), "converged": True}
-    if len(classes) < 2 or len(y) < 10:
-        counts = f"{len(classes)} classes and {len(y)} labeled samples"
-        return nothing | {"note": f"no probe: {counts}; expected at least 2 and 10"}
-    if test_x is None or test_y is None:
-        x, held_x, y, held_y = _split(x, y, 0.25, seed)
-        notes.append("tested on a held-out quarter of the training data")
-    else:
-        held_x, held_y = labeled_sample(test_x, test_y, max_rows, seed)
-    if not len(held_y):
-        return nothing | {"note": "no probe: no held-out sample has a label"}
-
-    scaler = StandardScaler().fit(x)
-    x, held_x = np.asarray(scaler.transform(x)), np.asarray(scaler.transform(held_x))
+    n_classes = len(np.unique(train_y[train_y >= 0]))
+    max_rows = max(2_000, BUDGET // (train_x.shape[1] * max(n_classes, 1)))
+    parts = probe_parts(train_x, train_y, test_x, test_y, max_rows=max_rows, seed=seed)
+    nothing = {"accuracy": None, "C": None, "rows": parts.rows, "converged": True}
+    if parts.problem is not None:
+        return nothing | {"note": parts.problem}
+    notes, y, held_y = [*parts.notes], parts.y, parts.held_y
+    scaler = StandardScaler().fit(parts.x)
+    x, held_x = (np.asarray(scaler.transform(z)) for z in (parts.x, parts.held_x))
     options = {"tol": 1e-3, "max_iter": max_iter}
     penalty = _choose_penalty(LogisticRegression(warm_start=True, **options), x, y, seed)
     classifier = LogisticRegression(C=penalty, **options)
@@ -81,15 +68,67 @@ def linear_probe(
     return {
         "accuracy": float(classifier.score(held_x, held_y)),
         "C": penalty,
-        "rows": len(y),
+        "rows": parts.rows,
         "converged": converged,
         "note": "; ".join(notes) or None,
     }
 
 
+@dataclass(frozen=True)
+class ProbeParts:
+    """The labeled samples that a probe is trained on, and those that it is tested on."""
+
+    x: NDArray  # float32 `[rows, d]`
+    y: NDArray  # `[rows]`
+    held_x: NDArray
+    held_y: NDArray
+    notes: tuple[str, ...]  # deviations from training on all rows and testing on given ones
+    problem: str | None = None  # why there can be no probe
+
+    @property
+    def rows(self) -> int:
+        """Number of training samples."""
+        return len(self.y)
+
+
+def probe_parts(
+    train_x: NDArray,
+    train_y: NDArray,
+    test_x: NDArray | None,
+    test_y: NDArray | None,
+    *,
+    max_rows: int,
+    seed: int,
+) -> ProbeParts:
+    """Return the training and test samples of a probe; see `linear_probe` for the arguments.
+
+    At most `max_rows` random rows of each part are used. Without held-out data, a quarter of the
+    training data is held out.
+    """
+    if (test_x is None) != (test_y is None):
+        raise ValueError(
+            "one of test_x and test_y is None; expected both, or neither to hold out training data"
+        )
+    n_known = int((np.asarray(train_y) >= 0).sum())
+    x, y = labeled_sample(train_x, train_y, max_rows, seed)
+    notes = [f"fitted on a random {len(y)} of {n_known} samples"] if len(y) < n_known else []
+    n_classes = len(np.unique(y))
+    if n_classes < 2 or len(y) < 10:
+        counts = f"{n_classes} classes and {len(y)} labeled samples"
+        problem = f"no probe: {counts}; expected at least 2 and 10"
+        return ProbeParts(x, y, x[:0], y[:0], (), problem)
+    if test_x is None or test_y is None:
+        x, held_x, y, held_y = stratified_split(x, y, 0.25, seed)
+        notes.append("tested on a held-out quarter of the training data")
+    else:
+        held_x, held_y = labeled_sample(test_x, test_y, max_rows, seed)
+    problem = None if len(held_y) else "no probe: no held-out sample has a label"
+    return ProbeParts(x, y, held_x, held_y, tuple(notes), problem)
+
+
 def _choose_penalty(classifier: Any, x: NDArray, y: NDArray, seed: int) -> float:
     """Return the inverse penalty C with the highest accuracy on a fifth of the data."""
-    fit_x, choose_x, fit_y, choose_y = _split(x, y, 0.2, seed)
+    fit_x, choose_x, fit_y, choose_y = stratified_split(x, y, 0.2, seed)
     scores: list[float] = []
     for penalty in INVERSE_PENALTIES:
         classifier.set_params(C=penalty)
@@ -110,7 +149,7 @@ def fit_quietly(classifier: Any, x: NDArray, y: NDArray) -> bool:
     return not any(issubclass(w.category, ConvergenceWarning) for w in caught)
 
 
-def _split(x: NDArray, y: NDArray, share: float, seed: int) -> list[NDArray]:
+def stratified_split(x: NDArray, y: NDArray, share: float, seed: int) -> list[NDArray]:
     """Split at random, stratified by class if every class is large enough on both sides."""
     from sklearn.model_selection import train_test_split
 
