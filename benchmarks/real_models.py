@@ -151,11 +151,11 @@ def rates(method: str) -> tuple[float, float]:
 
 
 def missing(
-    runs: Sequence[Run], methods: Sequence[str], seeds: int
+    runs: Sequence[Run], methods: Sequence[str], seeds: int, wanted: Sequence[float] | None = None
 ) -> list[tuple[str, float, int]]:
     """Return the runs (method, learning rate, seed) that are still to be made, in their order."""
     done = {(run["method"], run["rate"], run["seed"]) for run in runs}
-    first = [(method, rate, 0) for method in methods for rate in rates(method)]
+    first = [(method, rate, 0) for method in methods for rate in wanted or rates(method)]
     if todo := [run for run in first if run not in done]:
         return todo
     others = [(m, best_rate(runs, m), seed) for seed in range(1, seeds) for m in methods]
@@ -223,6 +223,10 @@ def main() -> None:
     add_flags(parser)
     parser.add_argument("--student_model", default="layers:3")
     parser.add_argument("--seeds", type=int, default=3)
+    tried = "learning rates of seed 0; default: two, by method"
+    parser.add_argument("--rates", type=float, nargs="*", help=tried)
+    every = "all training rows, in several epochs, and an evaluation every tenth of the steps"
+    parser.add_argument("--epochs", action="store_true", help=every)
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
     parser.add_argument("--table", action="store_true", help="print the table of --out only")
     args = parser.parse_args()
@@ -232,11 +236,13 @@ def main() -> None:
         student_model=args.student_model,
         teacher_cache="auto",
         cache_method="hidden",
-        eval_every=max(1, args.max_steps // 2),
+        eval_every=max(1, args.max_steps // (10 if args.epochs else 2)),
     )
+    if args.epochs:
+        settings = settings.replace(train_rows=None)
     while not args.table:
         runs = read(args.out)
-        todo = missing(runs, args.methods, args.seeds)
+        todo = missing(runs, args.methods, args.seeds, args.rates)
         if not todo:
             break
         method, rate, seed = todo[0]
