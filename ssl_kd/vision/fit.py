@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.train.convergence import Convergence
 from ssl_kd.vision.train.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.vision.train.learner import Gather, Imitation, Plan
+from ssl_kd.vision.train.objectives import OBJECTIVES, make_objective, objective_class
+from ssl_kd.vision.train.objectives.check import check_objective
 from ssl_kd.vision.train.pairs import PairSampler, judging_pairs, mutual_neighbors, sample_rows
 from ssl_kd.vision.train.step import HeadTrainer
 
@@ -82,9 +85,22 @@ def make_trainer(
     _check_memory(heads, len(numbers), parameters_of(make), precision.device)
     bank = HeadBank(make, len(numbers), numbers.start)
     _check_memory(heads, len(numbers), bank.n_parameters, precision.device)
+    if heads.loss not in OBJECTIVES:
+        _check_own_loss(heads, n_clusters)
     trainer = HeadTrainer(bank, heads, precision, n_clusters, thresholds)
     check_answer(bank, trainer.state.student, dim, n_clusters)
     return trainer
+
+
+def _check_own_loss(heads: HeadSettings, n_clusters: int) -> None:
+    """Raise if the user's objective does not work, or does not read a setting that was changed."""
+    reads_beta = "beta" in inspect.signature(objective_class(heads.loss)).parameters
+    if heads.beta != HeadSettings.beta and not reads_beta:
+        raise SettingsError(
+            f"BETA is {heads.beta:g}, but has no effect with LOSS {heads.loss!r}, whose __init__ "
+            "does not take beta: leave it out, or add the argument"
+        )
+    check_objective(heads.loss, make_objective(heads.loss, vars(heads)), n_clusters)
 
 
 def _check_memory(

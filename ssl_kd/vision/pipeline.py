@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -274,17 +276,31 @@ def _find_neighbors(context: RunContext, rows: TrainingRows) -> tuple[Tensor, di
 
 
 def _log(context: RunContext, learner: HeadsLearner, record: LogRecord) -> None:
-    """Write a log record into the run folder and to the board, and show the mean loss."""
+    """Write a log record into the run folder and to the board, and show the mean losses."""
     row = dataclasses.asdict(record)
     context.folder.writer.log(row)
     looks = learner.looks()
     for step in [at for at in looks if context.board.last_step < at <= record.step]:
         context.board.log(step, {"neighbor_information": looks[step]})
     context.board.log(record.step, {name: row[name] for name in ON_BOARD})
-    finite = [value for value in record.loss if abs(value) < float("inf")]
-    mean = sum(finite) / len(finite) if finite else float("nan")
-    info = {"loss": mean, "healthy": f"{record.healthy}/{context.settings.n_heads}"}
+    info: dict[str, Any] = _mean_losses(record, context.settings.loss.rpartition(".")[2])
+    info["healthy"] = f"{record.healthy}/{context.settings.n_heads}"
     context.progress("train", record.step, learner.steps, info)
+
+
+def _mean_losses(record: LogRecord, name: str) -> dict[str, float]:
+    """Return the mean of LOSS, called `name`, and of the cross-entropy, over the heads of each."""
+    means = {}
+    for of_loss, title in ((True, name), (False, "cross-entropy")):
+        values = [
+            value
+            for value, by_loss in zip(record.loss, record.by_loss, strict=True)
+            if by_loss == of_loss
+        ]
+        finite = [value for value in values if math.isfinite(value)]
+        if values:
+            means[title] = fmean(finite) if finite else math.nan
+    return means
 
 
 def _save(context: RunContext, learner: HeadsLearner, step: int) -> object:

@@ -94,6 +94,7 @@ class LogRecord:
     time: float
     learning_rate: float
     loss: list[float]
+    by_loss: list[bool]  # whether `loss` is LOSS; else cross-entropy to given clusters
     grad_norm: list[float]
     skipped: list[int]
     streak: list[int]
@@ -167,6 +168,7 @@ class HeadsLearner:
         self._look_every = LOOK_EVERY_ON_CPU if device.type == "cpu" else LOOK_EVERY_ON_GPU
         self._unread: list[_UnreadStep] = []
         self._results: list[HeadsStep] = []  # since the last record
+        self._by_loss = trainer.by_loss.clone()  # of the last step
         self._learning_rate = 0.0
         self._smoothed: set[int] = set()
         self._last_event = Event(0, "head", "loss", "no fault", "")
@@ -239,7 +241,7 @@ class HeadsLearner:
         with trainer.bank.draws_seeded(seed_of(trainer.settings.seed, *key)):
             result = trainer.step(views, rate, step, targets)
         self._results.append(result)
-        by_loss = trainer.by_loss.clone()
+        self._by_loss = by_loss = trainer.by_loss.clone()
         self._unread.append(_UnreadStep(step, samples, views, targets, by_loss, rate, result))
         self.pace.add(samples.shape[1])
         if self.plan.imitation is not None:
@@ -250,18 +252,18 @@ class HeadsLearner:
     def read_results(self) -> tuple[Tensor, ...]:
         """Copy the guard's results since the last record to the CPU.
 
-        These are the last loss and gradient norm, the skipped steps and the streak, `[head]` each,
-        and the stage of every step, `[step, head]`.
+        These are the last loss and gradient norm, the skipped steps and the streak, whether the
+        last loss is LOSS, `[head]` each, and the stage of every step, `[step, head]`.
         """
         health, result = self.trainer.state.health, self._results[-1]
         now = result.loss, result.grad_norm, health.skipped, health.streak
         loss, norm, skipped, streak, *stages = _read(*now, *(r.stage for r in self._results))
         self._results = []
-        return loss, norm, skipped, streak, torch.stack(stages)
+        return loss, norm, skipped, streak, self._by_loss, torch.stack(stages)
 
     def record(self, done: int) -> LogRecord:
         """Return the log record of the steps since the last record."""
-        loss, norm, skipped, streak, stages = self.read_results()
+        loss, norm, skipped, streak, by_loss, stages = self.read_results()
         healthy = is_healthy(stages)
         return LogRecord(
             step=done,
@@ -269,6 +271,7 @@ class HeadsLearner:
             time=time.time(),
             learning_rate=self._learning_rate,
             loss=loss.tolist(),
+            by_loss=by_loss.tolist(),
             grad_norm=norm.tolist(),
             skipped=skipped.tolist(),
             streak=streak.tolist(),

@@ -15,7 +15,7 @@ from typing import Any
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.settings.import_paths import import_class
-from ssl_kd.vision.train.objectives.base import Objective
+from ssl_kd.vision.train.objectives.base import Objective, OfProbabilities
 from ssl_kd.vision.train.objectives.iic import IIC
 from ssl_kd.vision.train.objectives.scan import SCAN
 from ssl_kd.vision.train.objectives.self_distillation import Fixed, Sharpened
@@ -29,6 +29,7 @@ __all__ = [
     "TEMI",
     "Fixed",
     "Objective",
+    "OfProbabilities",
     "Sharpened",
     "SwAV",
     "make_objective",
@@ -56,6 +57,11 @@ def objective_class(name: str) -> type[Objective]:
 def make_objective(name: str, values: Mapping[str, Any]) -> Objective:
     """Create an objective, passing to its `__init__` those of the `values` that it accepts."""
     kind = objective_class(name)
+    if lacking := ", ".join(sorted(getattr(kind, "__abstractmethods__", ()))):
+        raise InputError(
+            f"LOSS {name!r} does not define {lacking}, which every objective does: add them. "
+            "OfProbabilities of this package defines all but loss"
+        )
     parameters = inspect.signature(kind).parameters
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in values]
     if missing:
