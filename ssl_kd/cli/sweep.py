@@ -156,7 +156,9 @@ def _train(plan: Sweep, names: Sequence[str], jobs: int, gpus: Sequence[str]) ->
     from ssl_kd.cli.screen import open_screen
 
     screen = open_screen()
-    from ssl_kd.sweep.launch import Outcome, is_finished, run_sweep
+    from ssl_kd.core.pages.sweep_curves import update_reports
+    from ssl_kd.core.runs.sweeps import is_finished
+    from ssl_kd.sweep.launch import Outcome, run_sweep
     from ssl_kd.sweep.records import read_runs
     from ssl_kd.sweep.table import RunTable
 
@@ -172,6 +174,8 @@ def _train(plan: Sweep, names: Sequence[str], jobs: int, gpus: Sequence[str]) ->
         screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
     outcomes = run_sweep(plan, names, jobs=jobs, gpus=gpus, on_end=said)
+    if outcomes:
+        update_reports(plan.folder)
     records, unfinished = read_runs([plan.folder])
     if not records:
         return FAILED

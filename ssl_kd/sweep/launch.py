@@ -20,12 +20,12 @@ from ssl_kd.core.errors import Interrupted, printable
 from ssl_kd.core.files import atomic_write_json
 from ssl_kd.core.files.lock import Lock, LockHeld
 from ssl_kd.core.memory import free_memory
+from ssl_kd.core.runs.sweeps import LOGS, failure_file, is_finished
 from ssl_kd.core.settings.early import LAUNCHERS
-from ssl_kd.sweep.plan import Sweep, read_object
+from ssl_kd.sweep.plan import Sweep
 
 logger = logging.getLogger(__name__)
 
-LOGS = "logs"
 PROGRAM = (sys.executable, "-m", "ssl_kd")
 _ROOM = 1.2  # free memory before another run starts, as a multiple of the largest so far
 _TAIL = 2000  # bytes of a log in which the reason of a failure is looked for
@@ -83,16 +83,6 @@ def run_sweep(
     """
     (sweep.folder / LOGS).mkdir(exist_ok=True)
     return _Pool(sweep, jobs, gpus, on_end).run(names)
-
-
-def is_finished(folder: Path) -> bool:
-    """Return whether a run folder is that of a finished run."""
-    return (folder / "metrics.json").exists()
-
-
-def failure_file(sweep_folder: Path, name: str) -> Path:
-    """Return the file that says why a run of a sweep failed."""
-    return sweep_folder / LOGS / f"{name}.failed.json"
 
 
 class _Pool:
@@ -302,12 +292,3 @@ def _reason(log: Path, code: int, begins: int) -> str:
             ", which is how Linux ends a process if memory runs out" if code == -9 else ""
         )
     return printable(last[0]) if last else f"exit code {code}"
-
-
-def read_failure(sweep_folder: Path, name: str) -> tuple[int, str] | None:
-    """Return exit code and reason of a run that failed; None if it did not."""
-    file = failure_file(sweep_folder, name)
-    if not file.exists():
-        return None
-    failure = read_object(file)
-    return failure["code"], failure["reason"]

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.core.errors import InputError, RunFolderError
-from ssl_kd.core.files import CorruptFileError, atomic_write_json, atomic_write_text
+from ssl_kd.core.files import atomic_write_json, atomic_write_text
 from ssl_kd.core.files.lock import Lock
-from ssl_kd.core.runs.writer import read_json
+from ssl_kd.core.runs.sweeps import PLAN, read_object
 from ssl_kd.core.settings import Settings
 from ssl_kd.sweep.grid import Combination, flags_of, named
 
-PLAN = "sweep.json"
 _LOCK = "sweep.lock"
 _WAIT = 60.0  # seconds for another process that writes the plan
 _VERSION = 1
@@ -159,22 +158,6 @@ def check_name(name: str) -> str:
     if name in ("", ".", "..", "latest") or "/" in name or "\\" in name:
         raise InputError(f"--name is {name!r}; expected a name without slashes, such as betas")
     return name
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise CorruptFileError if there is something else in it."""
-    try:
-        content = read_json(file)
-    except (OSError, ValueError) as error:
-        raise CorruptFileError(
-            f"{file} cannot be read ({error}): restore it, or remove it"
-        ) from error
-    if not isinstance(content, dict):
-        raise CorruptFileError(
-            f"{file} holds a {type(content).__name__}; expected an object in JSON: restore it, or "
-            "remove it"
-        )
-    return content
 
 
 def _key(combination: Combination) -> frozenset[tuple[str, str]]:

@@ -12,9 +12,8 @@ from typing import Any
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.files import CorruptFileError
+from ssl_kd.core.runs.sweeps import PLAN, is_finished, read_failure, read_object, settings_of_runs
 from ssl_kd.core.settings.early import home_resolved
-from ssl_kd.sweep.launch import is_finished, read_failure
-from ssl_kd.sweep.plan import read_object
 
 ANSWERS = ("acc", "nmi", "ari", "ami")
 _OF_STUDENT = ("perplexity", "nll", "bits_per_byte", "kl", "agreement", "acceptance", "ece")
@@ -128,8 +127,8 @@ def _runs_in(folder: Path) -> list[Path]:
     """Return the run folders that a path stands for; those of a sweep in the order of its plan."""
     if (folder / "config.json").exists():
         return [folder]
-    if (folder / "sweep.json").exists():
-        return [folder / name for name in read_object(folder / "sweep.json")["runs"]]
+    if (folder / PLAN).exists():
+        return [folder / name for name in settings_of_runs(folder)]
     configs = sorted(folder.glob("*/config.json"))
     return [config.parent for config in configs if not config.parent.is_symlink()]
 

@@ -344,3 +344,13 @@ def test_a_folder_of_something_else_is_refused(folder, capsys):
     (folder / "letter.txt").touch()
     assert sweep("--seed", "0,1") == 2
     assert "something else than a sweep" in capsys.readouterr().err
+
+
+def test_the_reports_of_all_runs_show_the_whole_sweep(folder):
+    """The runs that ended first, too, and the one that failed is named."""
+    assert sweep("--beta", "0.5,0.6,0.9", "--jobs", "1") == 1
+    for name, other in (("beta-0.5", "beta-0.6"), ("beta-0.6", "beta-0.5")):
+        report = (folder / name / "report.html").read_text()
+        assert report.startswith("<p><!-- the sweep -->") and report.endswith("</p>")
+        assert f'xlink:href="../{other}/report.html"' in report
+        assert "beta-0.9 (the reason of the failure)" in report

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.core.files import atomic_write_text
+from ssl_kd.core.pages.rendering import rendered
 from ssl_kd.core.pages.wording import percent
-from ssl_kd.core.pages.write import rendered
 from ssl_kd.vision.evaluate import METRICS
 from ssl_kd.vision.report.gallery import strip
 from ssl_kd.vision.samples import Samples

@@ -1,15 +1,20 @@
-"""Prepare curves over the training steps: means over intervals, and axes for them."""
+"""Prepare curves over the training steps: means over intervals, axes, and marks of events."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
+
+from ssl_kd.core.pages.figures import CARD, WARNING
+from ssl_kd.core.pages.wording import amount, finite
 
 MAX_POINTS = 60  # a single step says little; a mean over an interval shows the trend
 SIZE = (5.6, 3.5)
+_MARKS = 100  # places along the steps where events have marks of their own
 
 
 def interval_text(n: int) -> str:
@@ -48,3 +53,56 @@ def axes_over_steps(figure: Figure, values: NDArray | None = None) -> Axes:
         pad = 0.05 * (high - low) or 0.5
         axes.set_ylim(low - pad, high + pad)
     return axes
+
+
+def log_if_wide(axes: Axes, values: Sequence[float] | NDArray) -> None:
+    """Make the y axis logarithmic if the largest value is more than five times the smallest."""
+    if min(values) > 0 and max(values) > 5 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: amount(v)))
+
+
+def mark_events(
+    axes: Axes,
+    events: Sequence[dict[str, Any]],
+    steps: NDArray,
+    values: NDArray,
+    column_of_part: Mapping[str, int] | None = None,
+) -> None:
+    """Mark the guard's events on drawn curves.
+
+    An event is on the curve of its part, or on the median of all curves. Events of a curve that are
+    closer than a hundredth of the steps share a mark.
+
+    Args:
+        axes: has the curves.
+        events: lines of `events.jsonl`.
+        steps: `[step]` of the curves.
+        values: `[step, curve]`; NaN where unknown.
+        column_of_part: part -> its curve; the others are on the median.
+    """
+    columns = column_of_part or {}
+    curves: dict[int | None, NDArray] = {None: medians(values)}
+    marks: dict[tuple[int | None, int], tuple[float, float]] = {}
+    low, high = axes.get_ylim()
+    for event in events:
+        column, step = columns.get(str(event.get("part"))), event.get("step")
+        curve = curves.setdefault(column, values[:, column or 0])
+        known = np.isfinite(curve)
+        if finite(step) and known.any():
+            height = float(np.clip(np.interp(step, steps[known], curve[known]), low, high))
+            place = column, round(_MARKS * step / max(steps[-1], 1))
+            marks.setdefault(place, (step, height))
+    if marks:
+        label = (
+            "1 event of the guard" if len(events) == 1 else f"{len(events):,} events of the guard"
+        )
+        axes.plot(*zip(*marks.values(), strict=True), color=WARNING, marker="v", ms=6.5, ls="none",
+                  mec=CARD, mew=0.8, label=label, clip_on=False, zorder=5)  # fmt: skip
+
+
+def medians(values: NDArray) -> NDArray:
+    """Return the median of the finite values of each row; NaN for a row without any."""
+    known = [row[np.isfinite(row)] for row in values]
+    return np.array([np.median(row) if len(row) else np.nan for row in known])

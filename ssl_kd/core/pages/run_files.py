@@ -1,10 +1,11 @@
 """Read the files that every run folder has; one that is missing counts as empty."""
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ssl_kd.core.runs.writer import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,3 @@ class RunFiles:
 
 def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file with one on each line; empty if there is no such file."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):  # the last line of a run that was killed meanwhile
-            lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict)]

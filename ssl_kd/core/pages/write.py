@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from ssl_kd.core.files import atomic_write_text
+from ssl_kd.core.pages.rendering import rendered
 from ssl_kd.core.pages.run_files import RunFiles
+from ssl_kd.core.pages.sweep_curves import section_of
 from ssl_kd.core.pages.wording import DASH, number
 from ssl_kd.core.runs.clock import Progress
 from ssl_kd.core.runs.folder import RunFinished
@@ -34,21 +34,6 @@ def write_page(
     path = run.path / name
     atomic_write_text(path, rendered(*template, _frame(run, defaults) | content))
     return path
-
-
-def rendered(package: str, template: str, content: dict[str, Any]) -> str:
-    """Return the HTML of a template of `package`, which may extend `frame.html`.
-
-    Raises jinja2.UndefinedError if `content` lacks a value.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(
-            [jinja2.PackageLoader(package), jinja2.PackageLoader("ssl_kd.core.pages")]
-        ),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template(template).render(content)
 
 
 def reported(
@@ -87,6 +72,7 @@ def _frame(run: RunFiles, defaults: dict[str, Any]) -> dict[str, Any]:
         **_settings(run, defaults),
         "versions": _plain(versions),
         "folder": run.path.name,
+        "sweep": section_of(run),
     }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from firstnan.events import Event, EventLog
 from ssl_kd.core.errors import MissingPackage, UserError, brief
-from ssl_kd.core.pages.run_files import read_json_lines
+from ssl_kd.core.runs.writer import read_json_lines
 
 TRACKERS = ("wandb", "trackio", "mlflow")
 PROJECT = "ssl_kd"

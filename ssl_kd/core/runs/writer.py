@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,17 @@ def become_latest(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a run folder."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file with one on each line; empty if there is no such file."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):  # the last line of a run that was killed meanwhile
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def _finite(value: Any) -> Any:

@@ -6,18 +6,27 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ssl_kd.core.colors import tint
-from ssl_kd.core.pages.curves import SIZE, axes_over_steps, interval_means, interval_text
+from ssl_kd.core.pages.curves import (
+    SIZE,
+    axes_over_steps,
+    interval_means,
+    interval_text,
+    log_if_wide,
+    mark_events,
+)
 from ssl_kd.core.pages.figures import ACCENT, MUTED, WARNING, svg
 from ssl_kd.core.pages.wording import amount, finite
 
 
-def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
+def loss_curves(
+    steps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]] = ()
+) -> Markup | None:
     """Draw each term of the training loss over the steps; None if no term was ever finite.
 
-    The terms are `ce`, `kd`, and each with a `_success_rate` in `metrics.jsonl`.
+    The terms are `ce`, `kd`, and each with a `_success_rate` in `metrics.jsonl`. Events of the
+    guard are marks.
     """
     terms, lines = _lines_of_terms(steps)
     losses = np.array(
@@ -34,6 +43,7 @@ def loss_curves(steps: Sequence[dict[str, Any]]) -> Markup | None:
             axes.plot(
                 x, losses[:, i], color=tint(int(i)), lw=1.3, marker=".", ms=2.5, label=terms[i]
             )
+        mark_events(axes, events, x, losses, {term: i for i, term in enumerate(terms)})
         axes.legend(loc="upper right", labelcolor=MUTED)
         axes.set_ylabel("loss")
 
@@ -51,10 +61,7 @@ def perplexity_curve(
 
     def draw(figure: Figure) -> None:
         axes = axes_over_steps(figure)
-        if min(values) > 0 and max(values) > 5 * min(values):
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: amount(v)))
+        log_if_wide(axes, values)
         axes.plot(x, y, color=ACCENT, lw=1.5, marker="o", ms=3.5)
         if teacher is not None:
             label = f"teacher {amount(teacher)}"

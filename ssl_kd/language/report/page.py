@@ -50,7 +50,7 @@ def content(run: RunFiles) -> dict[str, Any]:
         "table": _table(rows),
         "validated_apart": data.get("validated_apart"),
         "training": facts(_training(run)),
-        "curves": loss_curves(run.steps),
+        "curves": loss_curves(run.steps, run.events),
         "curve_text": curve_text(run.steps),
         "perplexity": perplexity_curve(points, best, teacher),
         "best": next((f"{amount(v)} at step {step:.0f}" for step, v in points if step == best), ""),

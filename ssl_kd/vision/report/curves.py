@@ -7,12 +7,25 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ssl_kd.core.pages.curves import SIZE, axes_over_steps, interval_means, interval_text
+from ssl_kd.core.pages.curves import (
+    SIZE,
+    axes_over_steps,
+    interval_means,
+    interval_text,
+    mark_events,
+)
 from ssl_kd.core.pages.figures import ACCENT, MUTED, svg
 
 
-def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Markup | None:
-    """Draw the loss of each head over the steps, chosen heads in color; None without a loss."""
+def head_curves(
+    steps: Sequence[dict[str, Any]],
+    chosen: Sequence[int],
+    events: Sequence[dict[str, Any]] = (),
+) -> Markup | None:
+    """Draw the loss of each head over the steps, chosen heads in color; None without a loss.
+
+    Events of the guard are marks.
+    """
     lines = _lines_of_heads(steps)
     if not lines:
         return None
@@ -29,6 +42,8 @@ def head_curves(steps: Sequence[dict[str, Any]], chosen: Sequence[int]) -> Marku
         if colored and others:
             axes.plot([], [], color=ACCENT, label=f"{len(colored)} chosen heads")
             axes.plot([], [], color=MUTED, alpha=0.5, label=f"{len(others)} others")
+        mark_events(axes, events, x, loss, {f"head {i}": i for i in range(loss.shape[1])})
+        if axes.get_legend_handles_labels()[1]:
             axes.legend(loc="upper right", labelcolor=MUTED)
         axes.set_ylabel("loss")
 

@@ -58,7 +58,9 @@ def content(
         "gallery": gallery(run, shown, sizes, decided),
         **_sizes(sizes, metrics),
         "calibration": _calibration(run),
-        "curves": head_curves(run.steps, [int(h["head"]) for h in heads if h.get("chosen")]),
+        "curves": head_curves(
+            run.steps, [int(h["head"]) for h in heads if h.get("chosen")], run.events
+        ),
         "curve_text": curve_text(run.steps),
         "settled": bool(metrics),
         "training": facts(_training(run, heads)),
