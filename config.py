@@ -137,6 +137,10 @@ USE_FP16 = False
 # Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
 # None: train. Teacher and clusters are those of the run; unlike samples form new clusters.
 EXTEND = None
+# Publication whose settings to use: temi-cifar10 | temi-cifar100 | temi-stl10 | temi-imagenet |
+# dino-knn | dinov2-knn | dinov2-linear (ssl_kd recipes shows them); None: none; flags, and the
+# other lines of a settings file, override them.
+RECIPE = None
 # Run k-means and, where the size allows, spectral clustering on the same embeddings, and a linear
 # probe where there are labels (which are never used for training).
 BASELINES = True

@@ -231,6 +231,10 @@ EVAL_ROWS = 200
 
 # Steps between lines of metrics.jsonl, at least 1.
 LOG_EVERY = 10
+# Publication whose settings to use: gkd | gkd-trl | moekd-all | moekd-ka | moekd-sar | distillm
+# (ssl_kd recipes shows them); None: none; flags, and the other lines of a settings file, override
+# them.
+RECIPE = None
 # Steps between checkpoints, at least 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 100
 # After the run, upload the student's folder to HUB_MODEL_ID on the Hugging Face Hub. The token is

@@ -11,6 +11,7 @@ from ssl_kd.cli.checks import config, doctor, install_check, replay
 from ssl_kd.cli.evaluate import evaluate
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, print_failure, use_utf8
 from ssl_kd.cli.language import cache_teacher, distill, distill_as, judge, verify
+from ssl_kd.cli.recipes import recipes
 from ssl_kd.cli.report import report
 from ssl_kd.cli.sweep import sweep, table
 from ssl_kd.cli.vision import program, train
@@ -38,6 +39,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "evaluate": (evaluate, "judge teachers by their embeddings, with and without labels"),
     "distill": (partial(distill, prog="ssl_kd distill"), "distill a language model"),
+    "recipes": (recipes, "list published settings for --recipe: their numbers, what differs here"),
     "sweep": (sweep, "train a grid of runs: ssl_kd sweep --beta 0.5,0.6 --seed 0..4 --name betas"),
     "table": (table, "put runs in a table: means over seeds, differences, tests; CSV, LaTeX"),
     "judge": (judge, "score a finished student: perplexity, calibration, repetition"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,12 @@ from ssl_kd.cli.failures import guarded
 from ssl_kd.cli.flags import FlagParser, integer_from, resolve_settings
 from ssl_kd.core.errors import OK, InputError
 from ssl_kd.core.settings.early import check_dataset
+from ssl_kd.core.settings.recipes import log_recipe
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """Embeds the data set, or reads the cache, and prints the accuracy of k-NN (k = 20),
 of a linear probe and of probes on 1, 5 and 10 samples of each class (mean of ten draws), and
@@ -43,8 +47,8 @@ def _evaluate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--probe",
         choices=("logistic", "sgd"),
-        default="logistic",
-        help="linear probe: logistic regression, or SGD over 13 learning rates as in DINOv2",
+        help="linear probe: logistic regression (the default, unless --recipe names the other), or"
+        " SGD over 13 learning rates as in DINOv2",
     )
     parser.add_argument(
         "--probe-steps", type=integer_from(1), help="updates of --probe sgd (default: 12,500)"
@@ -52,11 +56,6 @@ def _evaluate(argv: Sequence[str]) -> int:
     about_views = "views of each of 200 images, from 2, from which LiDAR is computed"
     parser.add_argument("--views", type=integer_from(2), default=0, help=about_views)
     flags, rest = parser.parse_known_args(argv[len(caches) :])
-    if flags.probe_steps is not None and flags.probe != "sgd":
-        raise InputError(
-            "--probe_steps has no effect without --probe sgd: add that, or leave it out"
-        )
-
     score = partial(_score_caches, caches) if caches else _score_teachers
     axes, scores = score(rest, flags)
     files = {}
@@ -84,15 +83,22 @@ def _score_teachers(words: Sequence[str], flags: Any) -> tuple[list[str], list[d
         settings, _ = resolve_settings(
             VisionSettings, flags_of_run, Path("config.py"), prog="ssl_kd evaluate"
         )
+        settings.check_recipe("evaluate")
         check_dataset(settings.dataset)
         check_dataset(settings.dataset_test)
         if settings.extend is not None:
             raise InputError(f"EXTEND is {settings.extend!r}, and {_REFUSED['extend']}")
         compared.append(settings)
 
+    recipe = VisionSettings.recipes.get(compared[0].recipe or "")
+    if flags.probe is None and recipe is not None:
+        flags.probe = recipe.flags.get("probe")
+    _check_probe(flags)
+
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()
+    log_recipe(compared[0], logger, vars(flags))
     from ssl_kd.vision.evaluate_teacher import evaluate_teacher
 
     protocol = _protocol(flags, 0)
@@ -119,12 +125,21 @@ def _score_caches(
             "name the data by --dataset instead"
         )
 
+    _check_probe(flags)
     from ssl_kd.cli.screen import open_screen
 
     open_screen()
     from ssl_kd.vision.evaluate_teacher import evaluate_caches
 
     return [], evaluate_caches(caches, _protocol(flags, seed.seed))
+
+
+def _check_probe(flags: Any) -> None:
+    """Raise InputError if --probe_steps has no effect on the probe."""
+    if flags.probe_steps is not None and flags.probe != "sgd":
+        raise InputError(
+            "--probe_steps has no effect without --probe sgd: add that, or leave it out"
+        )
 
 
 def _protocol(flags: Any, seed: int) -> Any:
@@ -134,7 +149,7 @@ def _protocol(flags: Any, seed: int) -> Any:
     if flags.out is not None:
         check_writable("OUT", flags.out, is_file=True)
     steps = {} if flags.probe_steps is None else {"probe_steps": flags.probe_steps}
-    return Protocol(seed, flags.probe, views=flags.views, **steps)
+    return Protocol(seed, flags.probe or "logistic", views=flags.views, **steps)
 
 
 def _table(scores: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> Table:

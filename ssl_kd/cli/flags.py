@@ -95,9 +95,9 @@ def resolve_settings(
     preset: str | None = None,
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[S, dict[str, Any]]:
-    """Resolve settings: defaults, then the file, then the preset, then the flags.
+    """Resolve settings: defaults, then the file, then the preset or recipe, then the flags.
 
-    Return the settings, and the values that came from the preset and the flags. The file `config`
+    Return the settings, and the values that came from preset, recipe and flags. The file `config`
     may be missing. `presets` are the settings that each preset changes; the first process prints
     the note of a preset that has one.
     """
@@ -114,11 +114,26 @@ def resolve_settings(
             raise SettingsError(
                 f"--preset is {preset!r}; expected one of {known}.{nearest(preset, presets)}"
             )
+        if "recipe" in values:
+            raise SettingsError(
+                f"--recipe is {values['recipe']!r}, and the preset is {preset!r}; expected one of"
+                " them: leave out --preset, or use scripts/distill.py, which has no preset of its"
+                " own"
+            )
         values = {**presets[preset], **values}
+    values = cls.following(values)
     if file is None and not os.path.lexists(config):  # a broken link is an error
         resolved = cls(**values)
     else:
-        resolved = cls.from_file(config if file is None else file).replace(**values)
+        config = config if file is None else Path(file)
+        in_file = cls.from_file(config)
+        named = vars(in_file).get("recipe")
+        if "recipe" in values and named not in (None, values["recipe"]):
+            raise SettingsError(
+                f"--recipe is {values['recipe']!r}, and RECIPE in {config} is {named!r}; expected"
+                " one of them: remove one"
+            )
+        resolved = in_file.replace(**values)
     if preset is not None and preset in notes and os.environ.get("RANK", "0") == "0":
         print(f"ssl_kd: preset {preset}: {notes[preset]}", file=sys.stderr)
     return resolved, values

@@ -39,6 +39,7 @@ def language_settings(
 
     known: Any = {"presets": PRESETS, "notes": NOTES}
     resolved = read_settings(LanguageSettings, argv, config, prog=prog, preset=preset, **known)
+    resolved.check_recipe("distill")
     resolved.check_packages()
     return resolved
 
@@ -217,7 +218,8 @@ def _judged_settings(
     from ssl_kd.language.settings import LanguageSettings
 
     resolved, flags = resolve_settings(LanguageSettings, argv, LANGUAGE_CONFIG, prog=_JUDGE)
-    if unused := sorted(flags.keys() - _JUDGE_FLAGS):
+    unused = flags.keys() - _JUDGE_FLAGS
+    if unused := ["recipe"] if "recipe" in unused else sorted(unused):
         raise InputError(
             f"--{unused[0]} has no effect on judging: leave it out ({_JUDGE} --help lists the "
             "settings that have)"

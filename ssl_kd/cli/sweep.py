@@ -95,6 +95,7 @@ def _plan(mode: str, name: str, grid: Grid, combinations: Mapping[str, Combinati
     for run, own in combinations.items():
         flags = [*grid.flags, *flags_of(own)]
         resolved[run], _ = resolve_settings(settings, flags, config, prog="ssl_kd sweep", **options)
+        resolved[run].check_recipe(mode)
         values = resolved[run].to_dict()
         if mode == "train":
             check_dataset(values["DATASET"])

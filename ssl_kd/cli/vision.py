@@ -57,6 +57,7 @@ def _settings_of_run(argv: Sequence[str], config: Path, prog: str) -> VisionSett
     from ssl_kd.vision.settings import VisionSettings
 
     resolved, flags = resolve_settings(VisionSettings, argv, config, prog=prog)
+    resolved.check_recipe("train")
     check_dataset(resolved.dataset)
     check_dataset(resolved.dataset_test)
     if resolved.run_name is not None and "WORLD_SIZE" not in os.environ:
@@ -123,6 +124,7 @@ def _extract(argv: Sequence[str], config: Path, prog: str) -> int:
     from ssl_kd.vision.settings import AUTO, VisionSettings
 
     resolved = read_settings(VisionSettings, rest, config, prog=prog)
+    resolved.check_recipe("train", "evaluate")
     check_dataset(resolved.dataset)
     check_dataset(resolved.dataset_test)
     if resolved.extend is not None:

@@ -56,7 +56,8 @@ class Distillation:
             under a name that is a hash of their content.
         eval_texts: held-out text in the same forms; None holds out a part of `texts`.
         preset: a name in `ssl_kd.language.settings.presets.PRESETS`.
-        **settings: settings of `scripts/config.py` in lower case, such as `temperature=2.0`.
+        **settings: settings of `scripts/config.py` in lower case, such as `temperature=2.0`; those
+            that `recipe` names are overridden by the others, and by `teacher`, `student`, `texts`.
 
     Raises:
         SettingsError: a setting is unknown or out of range.
@@ -89,18 +90,22 @@ class Distillation:
             known = ", ".join(PRESETS)
             hint = nearest(preset, PRESETS)
             raise SettingsError(f"preset is {preset!r}; expected one of {known}.{hint}")
+        if preset is not None and "recipe" in values:
+            raise SettingsError(
+                f"preset is {preset!r}, and recipe is {values['recipe']!r}; expected one of them"
+            )
         teacher_model, teacher_in_memory = _model("teacher", teacher)
         student_model, student_in_memory = _model("student", student)
         self._models = InMemoryModels(teacher_in_memory, student_in_memory)
+        models = {"teacher_model": teacher_model, "student_model": student_model}
         checked = LanguageSettings(
-            **{**PRESETS.get(preset or "", {}), **values},
-            teacher_model=teacher_model,
-            student_model=student_model,
+            **{**PRESETS.get(preset or "", {}), **LanguageSettings.following(values), **models}
         )
         self.settings = checked.replace(  # only now are texts written
             data_path=_place("texts", texts),
             eval_path=None if eval_texts is None else _place("eval_texts", eval_texts),
         )
+        self.settings.check_recipe("distill")
 
     def run(self, *, progress: Progress = no_progress) -> DistilledRun:
         """Train the student, score student and teacher, and write a run folder with a report.

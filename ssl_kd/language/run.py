@@ -19,6 +19,7 @@ from ssl_kd.core.runs.folder import RunFolder
 from ssl_kd.core.runs.process_group import load_checkpoint, run_folder
 from ssl_kd.core.runs.ranks import joined
 from ssl_kd.core.runs.stop import Signals
+from ssl_kd.core.settings.recipes import log_recipe
 from ssl_kd.language.evaluate.judge import LanguageJudge
 from ssl_kd.language.evaluate.judge_in_run import judge_student, judge_teachers, make_judge
 from ssl_kd.language.evaluate.tokens import TokenScores
@@ -71,6 +72,7 @@ def run(
     with joined(settings.device) as ranks:
         progress = progress if ranks.rank == 0 else no_progress
         clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
+        log_recipe(settings, logger)
         precision.log(logger)
         check_ranks(ranks, settings.batch_size, settings.router_mode)
         check_boards(settings.boards)

@@ -27,6 +27,11 @@ REFUSED: Mapping[str, str] = {
     "extend": "is not for a sweep, as it adds samples to one finished run: leave it out",
 }
 """Settings that cannot be flags of a sweep, and why."""
+_SHARED: Mapping[str, str] = {
+    "runs_dir": "all runs of a sweep are in one folder",
+    "recipe": "all runs follow one recipe: give one name",
+}
+"""Settings that all runs share, and why."""
 _MAX_RUNS = 10_000
 _MAX_NAME = 150  # bytes, before what tells equal names apart; file systems allow 255
 
@@ -70,8 +75,8 @@ class Grid:
             values = _values(settings, field, text)
             if len(values) == 1:
                 flags.append(f"{name}={values[0]}")
-            elif field == "runs_dir":
-                raise SettingsError(f"RUNS_DIR is {text}; all runs of a sweep are in one folder")
+            elif field in _SHARED:
+                raise SettingsError(f"{field.upper()} is {text}; {_SHARED[field]}")
             elif field in axes:
                 raise SettingsError(f"{name} is swept twice: give all of its values in one flag")
             else:
@@ -157,10 +162,11 @@ def read_list(file: Path, settings: type[Settings]) -> list[Combination]:
             f"--list is {file}, and its first line names the settings: {error}"
         ) from error
     for field in fields:
-        if field in (*REFUSED, "runs_dir"):
+        if field in REFUSED or field in _SHARED:
             raise InputError(
                 f"--list is {file}, with the column {field.upper()}; all runs of a sweep are in "
-                "one folder, and the sweep names and continues them: remove the column"
+                "one folder and follow one recipe, and the sweep names and continues them: remove "
+                "the column"
             )
         if fields.count(field) > 1:
             raise InputError(f"--list is {file}, with {field.upper()} in several columns: keep one")

@@ -146,11 +146,18 @@ class Sweep:
 
 
 def shared_settings(resolved: Settings, swept: set[str]) -> dict[str, Any]:
-    """Return the settings that are not at their defaults, without those that are swept."""
+    """Return the settings that a run would not have without them, except those that are swept.
+
+    They are not at their defaults, or are among those that RECIPE sets.
+    """
     left_out = {"RUNS_DIR", "RUN_NAME", "RESUME", *(name.upper() for name in swept)}
+    recipe = resolved.recipes.get(vars(resolved).get("recipe") or "")
+    kept = {name.upper() for name in (recipe.values if recipe else ())}
     defaults = {name.upper(): getattr(type(resolved), name) for name in resolved.rules()}
     values = resolved.to_dict()
-    return {n: v for n, v in values.items() if n not in left_out and v != defaults[n]}
+    return {
+        n: v for n, v in values.items() if n not in left_out and (v != defaults[n] or n in kept)
+    }
 
 
 def check_name(name: str) -> str:

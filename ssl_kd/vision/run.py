@@ -23,6 +23,7 @@ from ssl_kd.core.runs.ranks import Ranks, joined
 from ssl_kd.core.runs.stop import Signals
 from ssl_kd.core.runs.writer import read_json
 from ssl_kd.core.settings import SettingsError
+from ssl_kd.core.settings.recipes import log_recipe
 from ssl_kd.vision.cache import EmbeddingStore
 from ssl_kd.vision.cache.embeddings import odd_rows
 from ssl_kd.vision.data import (
@@ -69,6 +70,7 @@ def run(settings: VisionSettings, *, progress: Progress = no_progress) -> Path:
         if not head_ranks.leads:
             return follow(settings, head_ranks)
         stack.enter_context(_release_followers(ranks))
+        log_recipe(settings, logger)
         log_method(settings)
         check_boards(settings.boards)
         precision = Precision.for_device(ranks.device, settings.use_fp16)

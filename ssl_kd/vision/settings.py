@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ssl_kd.core.settings import RunSettings, Settings, SettingsError, setting
+from ssl_kd.core.settings import recipes as published
 from ssl_kd.core.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.foreign_names import ALIASES, INSTEAD
+from ssl_kd.vision.recipes import RECIPES
 from ssl_kd.vision.teacher_kinds import KINDS, TOKENS
 from ssl_kd.vision.train.objectives import OBJECTIVES, make_objective
 
@@ -381,6 +383,7 @@ class AnswerSettings(RunSettings):
         "Teacher and clusters are those of the run; unlike samples form new clusters.",
         section="Answer and run",
     )
+    recipe: str | None = setting(None, published.recipe_help(RECIPES), choices=tuple(RECIPES))
     baselines: bool = setting(
         True,
         "run k-means and, where the size allows, spectral clustering on the same embeddings, and"
@@ -412,12 +415,14 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
 
     chosen_by_run: ClassVar[frozenset[str]] = frozenset({"teacher"})
 
+    recipes: ClassVar[Mapping[str, published.Recipe]] = RECIPES
+
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     first: ClassVar[tuple[str, ...]] = tuple(
         "dataset teacher n_clusters n_heads epochs batch_size embeddings_dir force_recompute device"
-        " runs_dir run_name resume".split()
+        " runs_dir run_name resume recipe".split()
     )
 
     file_heading: ClassVar[str] = """\

@@ -29,6 +29,7 @@ from typing_extensions import Self
 
 from ssl_kd.core.errors import InputError
 from ssl_kd.core.settings.foreign_names import ALIASES, INSTEAD
+from ssl_kd.core.settings.recipes import Recipe
 
 _WIDTH = 100  # of a settings file
 _KINDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
@@ -123,6 +124,10 @@ class Settings:
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
 
     first: typing.ClassVar[tuple[str, ...]] = ()  # settings that --help shows; all of them if empty
+
+    # What the setting `recipe` may name. In a settings object it is only a name; the readers of
+    # files and flags fill in the recipe's values by `following`.
+    recipes: typing.ClassVar[Mapping[str, Recipe]] = {}
 
     def __init_subclass__(cls) -> None:
         """Refuse a field whose name is also that of an alias or of a removed setting."""
@@ -262,6 +267,35 @@ class Settings:
         return {field: cls.of_all(name, values[name]) for field, name in names.items()}
 
     @classmethod
+    def following(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values, and those of the recipe that they name where they have none."""
+        name = values.get("recipe")
+        recipe = cls.recipes.get(name) if isinstance(name, str) else None
+        return {**(recipe.values if recipe else {}), **values}
+
+    def check_recipe(self, *commands: str) -> None:
+        """Raise SettingsError if a recipe is not one of these commands, or needs another setting.
+
+        Args:
+            *commands: commands of `ssl_kd` that these settings are for, such as "train".
+        """
+        name = vars(self).get("recipe")
+        if name is None:
+            return
+        recipe = self.recipes[name]
+        if recipe.command not in commands:
+            fitting = ", ".join(n for n, other in self.recipes.items() if other.command in commands)
+            raise SettingsError(
+                f"RECIPE is {name!r}, which is for ssl_kd {recipe.command}: run `ssl_kd"
+                f" {recipe.command} --recipe {name}`, or choose one of {fitting}"
+            )
+        for needed, what in recipe.needs.items():
+            if getattr(self, needed) == getattr(type(self), needed):
+                raise SettingsError(
+                    f"RECIPE {name!r} leaves {needed.upper()} to you: set --{needed} to {what}"
+                )
+
+    @classmethod
     def file_text(cls) -> str:
         """Return the text of a settings file with all defaults, each below its comment."""
         lines = [f'"""{cls.file_heading}"""']
@@ -303,8 +337,12 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Create settings from values by name, in either case, or by alias; skip obsolete names."""
-        return cls(**cls.canonical({n: v for n, v in values.items() if n not in cls.obsolete}))
+        """Create settings from values by name, in either case, or by alias; skip obsolete names.
+
+        A value that is not there is that of the recipe that RECIPE names, or else the default.
+        """
+        known = cls.canonical({n: v for n, v in values.items() if n not in cls.obsolete})
+        return cls(**cls.following(known))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by UPPER_CASE names; all of them can be written as JSON."""

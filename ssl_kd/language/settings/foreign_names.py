@@ -127,7 +127,7 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
 
 FIRST = tuple(
     "teacher_model student_model data_path max_steps batch_size block_size learning_rate"
-    " temperature alpha_kd lora_rank device run_name resume".split()
+    " temperature alpha_kd lora_rank device run_name resume recipe".split()
 )
 """Settings that `--help` shows."""
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from ssl_kd.core.settings import RunSettings, Settings, SettingsError, setting
+from ssl_kd.core.settings import recipes as published
 from ssl_kd.language.losses.divergences import DIVERGENCES, JS_BETA, STUDENT_TOP_K
 from ssl_kd.language.settings.adapters import AdapterSettings
 from ssl_kd.language.settings.foreign_names import INSTEAD
+from ssl_kd.language.settings.recipes import RECIPES
 
 TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
 CACHED_TOKENS, SERVED_TOKENS = 48, 20  # at each position of a cache, and in a server's answer
@@ -395,6 +397,7 @@ class TrainingSettings(RunSettings):
     """Configure the optimizer, guard, devices, evaluation and logging of a run."""
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD
+    recipes: ClassVar[Mapping[str, published.Recipe]] = RECIPES
 
     max_steps: int = setting(500, "optimizer steps", low=1, section="Optimization")
     epochs: float | None = setting(
@@ -483,6 +486,7 @@ class TrainingSettings(RunSettings):
         low=1,
         section="Run",
     )
+    recipe: str | None = setting(None, published.recipe_help(RECIPES), choices=tuple(RECIPES))
     checkpoint_every: int = setting(
         100,
         "steps between checkpoints",
