@@ -163,7 +163,8 @@ def test_a_run_says_which_recipe_it_follows_and_records_it(tmp_path, monkeypatch
 
 def test_the_embeddings_are_judged_by_a_recipe(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    words = ["--dataset", pictures(tmp_path / "pictures"), "--teacher", "pixels"]
+    data = ["--dataset", pictures(tmp_path / "pictures"), "--labels", "folders"]
+    words = [*data, "--teacher", "pixels"]
     with caplog.at_level("INFO"):
         for name in ("dino-knn", "dinov2-linear"):
             flags = ["--token", "class", "--out", f"{name}.json"]
@@ -178,7 +179,8 @@ def test_the_embeddings_are_judged_by_a_recipe(tmp_path, monkeypatch, caplog):
 
 def test_a_flag_of_the_command_that_overrides_the_recipe_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    words = ["--dataset", pictures(tmp_path / "pictures"), "--teacher", "pixels"]
+    data = ["--dataset", pictures(tmp_path / "pictures"), "--labels", "folders"]
+    words = [*data, "--teacher", "pixels"]
     flags = ["--token", "class", "--probe", "logistic"]
     with caplog.at_level("INFO"):
         assert main(["evaluate", "--recipe", "dinov2-linear", *words, *flags]) == 0
