@@ -292,7 +292,9 @@ class Microscope(TorchDispatchMode):
             parents = (*parents, _INTEGRAL)
         sizes = (as_reals(x).abs() for x, _ in reads if x.numel())
         largest = max((float(size.max()) for size in sizes), default=0.0)
-        made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest, _line())
+        made = Made(
+            op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest, source_line()
+        )
         for x in outputs:
             self._made[self._keep(x)] = made
         if bad := [x for x in outputs if _is_bad(x)]:
@@ -454,11 +456,11 @@ def _place(node: Any) -> Place | None:
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         text = "".join(node.metadata.get("traceback_", []))
         lines = list(reversed(re.findall(r'File "(.+)", line (\d+)', text)))
-    line = _first((file, int(number)) for file, number in lines) or _line()
+    line = _first((file, int(number)) for file, number in lines) or source_line()
     return None if line is None or line[0] == _RERUN else Place.of(*line)
 
 
-def _line() -> tuple[str, int] | None:
+def source_line() -> tuple[str, int] | None:
     """Return the file and line outside of torch that runs now."""
     stack = traceback.walk_stack(sys._getframe())
     return _first((frame.f_code.co_filename, number) for frame, number in stack)

@@ -16,6 +16,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -454,9 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.bundle is not None:
             library()
-        if not options.module and not Path(options.script).is_file():
-            what = f"script is {options.script}, which is not a file"
-            raise UserError(f"{what}; expected a Python script, or -m MODULE")
+        check_script(options.script, options.module)
     except UserError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -467,21 +466,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bundle=options.bundle,
         report=lambda text: print(f"\n{text}\n", file=sys.stderr, flush=True),
     )
-    sys.argv = [options.script, *options.rest]
-    sys.path[0] = "" if options.module else str(Path(options.script).resolve().parent)
-    code: object = OK
     try:
-        with watch.watching():
-            if options.module:
-                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(options.script, run_name="__main__")
-    except SystemExit as stop:
-        code = OK if stop.code is None else stop.code
+        code = run(options.script, options.rest, options.module, watch.watching())
     finally:
         print(f"guard: {watch.summary()}", file=sys.stderr)
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-        return FAILED
     caught = watch.bad > 0 and options.on_bad == "stop"  # by a bare `except` of the script
     return GUARD_STOPPED if caught else code
+
+
+def check_script(script: str, is_module: bool) -> None:
+    """Raise UserError if a script is not a file."""
+    if not is_module and not Path(script).is_file():
+        what = f"script is {script}, which is not a file"
+        raise UserError(f"{what}; expected a Python script, or -m MODULE")
+
+
+def run(
+    script: str, rest: Sequence[str], is_module: bool, inside: AbstractContextManager[object]
+) -> int:
+    """Run a script with its own arguments inside a context; return its exit code."""
+    sys.argv = [script, *rest]
+    sys.path[0] = "" if is_module else str(Path(script).resolve().parent)
+    code: object = OK
+    try:
+        with inside:
+            if is_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        code = OK if stop.code is None else stop.code
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return FAILED

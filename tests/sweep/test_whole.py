@@ -1,35 +1,35 @@
 """Sweeps of real runs: three objectives, one of them the user's, killed and continued."""
 
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from ssl_kd.sweep.records import read_runs
 from tests.processes import PYTHONPATH, python
 
-SWEEP = ["-m", "ssl_kd", "sweep", "--name", "s", "--loss", "temi,scan,my_loss.Harder"]
-SWEEP += ["--seed", "0,1", "--method", "heads", "--max_steps", "100", "--checkpoint_every", "20"]
-SWEEP += ["--n_heads", "4", "--baselines", "false", "--report_to", "tensorboard"]
-OWN = '''
-from ssl_kd.vision.train.objectives import Sharpened
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial_sweep.md"
+# The tutorial's command for two seeds, few heads and few steps.
+SHORT = "--seed 0,1 --n_heads 4 --max_steps 100 --checkpoint_every 20 --baselines false"
 
 
-class Harder(Sharpened):
-    """`Sharpened` with targets that are sharpened once more."""
-
-    def targets(self, logits, marginal):
-        targets, mean = super().targets(logits, marginal)
-        targets = targets.square()
-        return targets / targets.sum(-1, keepdim=True), mean
-'''
+def tutorial():
+    """Return the tutorial's objective and the arguments of its sweep."""
+    text = PAGE.read_text(encoding="utf-8")
+    _, _, after = text.partition("```python\n")
+    (command,) = re.findall(r"^ssl_kd (sweep .*)$", text, re.MULTILINE)
+    command = command.replace("--seed 0..4", SHORT)
+    return after.partition("```")[0], ["-m", "ssl_kd", *shlex.split(command)]
 
 
 def scores(folder):
     """Return the scores of all runs but their seconds."""
-    records, unfinished = read_runs([folder / "runs" / "s"])
+    records, unfinished = read_runs([folder / "runs" / "objectives"])
     assert not unfinished
     return {
         record.path.name: {k: v for k, v in record.scores.items() if k != "seconds"}
@@ -39,30 +39,31 @@ def scores(folder):
 
 @pytest.mark.slow
 def test_a_killed_sweep_continues_to_the_same_table(tmp_path):
+    objective, sweep = tutorial()
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         folder.mkdir()
-        (folder / "my_loss.py").write_text(OWN)
-    assert python(whole, *SWEEP).returncode == 0
+        (folder / "my_pica.py").write_text(objective)
+    assert python(whole, *sweep).returncode == 0
     process = subprocess.Popen(
-        [sys.executable, *SWEEP],
+        [sys.executable, *sweep],
         cwd=killed,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={"PYTHONPATH": PYTHONPATH},
     )
-    second = killed / "runs" / "s" / "loss-temi_seed-1"
+    second = killed / "runs" / "objectives" / "loss-temi_seed-1"
     while not any(second.glob("checkpoint*")):
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    result = python(killed, *SWEEP, text=True)
+    result = python(killed, *sweep, text=True)
     assert result.returncode == 0
     assert len(scores(whole)) == 6
     assert scores(killed) == scores(whole)
     for run in scores(whole):
-        assert any((whole / "runs" / "s" / run / "tensorboard").iterdir())
-    table = python(whole, "-m", "ssl_kd", "table", "runs/s", "--out", "table.tex", text=True)
-    assert table.returncode == 0
-    assert r"my\_loss.Harder & 2 &" in (whole / "table.tex").read_text()
+        assert any((whole / "runs" / "objectives" / run / "tensorboard").iterdir())
+    table = ["-m", "ssl_kd", "table", "runs/objectives", "--out", "table.tex"]
+    assert python(whole, *table).returncode == 0
+    assert r"my\_pica.PICA & 2 &" in (whole / "table.tex").read_text()

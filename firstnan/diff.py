@@ -1,0 +1,663 @@
+"""Name the first operation whose result differs between two recordings of a training.
+
+    python -m firstnan record A train.py
+    python -m firstnan record B train.py --lr 3     # elsewhere, or another program
+    python -m firstnan diff A B
+
+Operations are paired in their order, by pass, module and name; what only one run has does not hide
+what follows. Values are compared by all of their bits, or within a tolerance that follows the dtype
+(`--tolerance`). The first pair whose results differ is traced back to what differs: a weight or a
+batch that was different before, an operation that only one run has, other arguments, other random
+numbers, or another result of the same operation on the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
+from firstnan.trace import FORMAT
+
+# Relative differences that rounding explains, by the narrower dtype: eight times its epsilon.
+_ROUNDING = {"float64": 2e-15, "float32": 1e-6, "float16": 8e-3, "bfloat16": 6e-2}
+_NAMED = 4  # operations that are listed
+_GROWTH = 4  # how much an operation may increase a difference that rounding made
+_OF_RANKS = 1e-3  # relative difference of gradients that another order of summation explains
+_FACTORS = {"mul": "multiplies", "div": "divides"}
+
+Digest = Mapping[str, Any]
+
+
+@dataclass
+class Operation:
+    """A line of a recording."""
+
+    number: int
+    step: int
+    op: str
+    direction: str  # before, forward, backward or update
+    module: str
+    line: str
+    args: dict[str, Any]
+    inputs: list[list[Any]]  # number of the operation, shape, stride, offset
+    outputs: list[Digest]
+    names: list[str]  # of weights, within the model: its class may have another name
+    is_random: bool
+    is_view: bool
+
+    @classmethod
+    def of(cls, number: int, line: Mapping[str, Any]) -> Operation:
+        """Return the operation of a line."""
+        names = line.get("names", [line["name"]] if line.get("name") else [])
+        return cls(
+            number,
+            line["step"],
+            line["op"],
+            line["pass"],
+            line["module"],
+            line["line"],
+            line.get("args", {}),
+            line.get("inputs", []),
+            line["outputs"],
+            [name.partition(".")[2] or name for name in names],
+            line.get("random", False),
+            "view" in line,
+        )
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The pass, the module within the model, and the operation, in place or not."""
+        if self.direction == "update":
+            return "update", "gradients" if self.op == "gradients" else "optimizer"
+        if self.direction == "before":
+            return "before", self.op
+        return self.direction, self.module.partition(".")[2], self.op.rstrip("_")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a pair of operations has in common: kind and shapes.
+
+        The shapes tell apart the products of one node, for its weight and for its input.
+        """
+        if self.direction in ("update", "before"):
+            return self.kind
+        return *self.kind, tuple(tuple(output["shape"]) for output in self.outputs)
+
+    def __str__(self) -> str:
+        """Return a line such as `mul, forward, in Net.norm (train.py:12)`."""
+        where = f", in {self.module}" if self.module else ""
+        line = f" ({self.line})" if self.line else ""
+        return f"{self.op}, {self.direction}{where}{line}"
+
+
+@dataclass
+class Recording:
+    """What one process recorded."""
+
+    about: dict[str, Any]
+    operations: list[Operation]
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Recording:
+        """Read a folder that `record` wrote.
+
+        Raises:
+            UserError: it holds no recording of this rank, or one of another version.
+        """
+        file = folder / f"rank{rank}.jsonl"
+        if not file.is_file() or not (folder / "about.json").is_file():
+            raise UserError(
+                f"{folder} holds no recording of rank {rank}; make one with python -m firstnan "
+                f"record {folder} SCRIPT"
+            )
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        if about.get("format") != FORMAT:
+            raise UserError(
+                f"{folder} has the format {about.get('format')}, expected {FORMAT}: record both "
+                "runs with one version of firstnan"
+            )
+        with file.open(encoding="utf-8") as lines:
+            operations = [Operation.of(i, json.loads(line)) for i, line in enumerate(lines)]
+        return cls(about, operations)
+
+
+@dataclass
+class Difference:
+    """The first difference of two runs.
+
+    Attributes:
+        what: what differs: `weights`, `batch`, `random numbers`, `arguments`, `operation`, `part`,
+            `dtype`, `shape`, `gradient`, `settings`, `state` or `result`.
+        cause: the likely cause in words.
+        a: the operation of the first run; None if only the second has it.
+        b: the operation of the second run.
+        seen: the first pair whose results differ, if it is another one.
+        lines: further facts, (name, text).
+    """
+
+    what: str
+    cause: str
+    a: Operation | None
+    b: Operation | None
+    seen: tuple[Operation, Operation] | None = None
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return a report of a few lines."""
+        first = self.a or self.b
+        assert first is not None
+        rows = [("step", f"{first.step}")]
+        if self.a is not None and self.b is not None and str(self.a) == str(self.b):
+            rows += [("first", str(first))]
+        else:
+            absent = "no such operation"
+            rows += [("A", str(self.a or absent)), ("B", str(self.b or absent))]
+        rows += self.lines
+        rows.append(("cause", self.cause))
+        if self.seen is not None:
+            a, b = self.seen
+            rows.append(("seen in", f"{a}: {_values_in_words(a, b)}"))
+        return "\n".join(f"{name:<11}{text}" for name, text in rows)
+
+
+class Comparison:
+    """Pair the operations of two recordings, and find the first difference.
+
+    Args:
+        a: the first recording.
+        b: the second recording.
+        tolerance: relative difference that counts as none; 0 compares bits; None follows the dtypes
+            (what eight roundings of the narrowest one on the way make).
+    """
+
+    def __init__(self, a: Recording, b: Recording, tolerance: float | None = 0.0) -> None:
+        self.a, self.b, self.tolerance = a, b, tolerance
+        self.pairs = paired(a.operations, b.operations)
+        self._b_of = {x.number: y for x, y in self.pairs}
+        self._a_of = {y.number: x for x, y in self.pairs}
+        self._noise_a, self._noise_b = (_rounding(run.operations) for run in (a, b))
+
+    def first(self) -> Difference | None:
+        """Return the first difference; None if there is none."""
+        if self.a.about["world_size"] != self.b.about["world_size"]:
+            return self._between_world_sizes()
+        for x, y in self.pairs:
+            if not self.same(x, y) and not self._is_rounding(x, y):
+                return self._missing_gradient(x) or self._explain(x, y)
+        alone = [x for x in self.a.operations if x.number not in self._b_of]
+        alone += [x for x in self.b.operations if x.number not in self._a_of]
+        updates = [x for x in alone if x.direction == "update"]
+        if not updates:
+            return None
+        which = "A" if updates[0] in self.a.operations else "B"
+        what = f"only {which} has this update: it made more steps"
+        return Difference("operation", what, *self._sides(updates[0]))
+
+    def same(self, x: Operation, y: Operation) -> bool:
+        """Return whether two operations have the same results."""
+        if len(x.outputs) != len(y.outputs) or x.names != y.names:
+            return False
+        return next(self._unequal(x, y), None) is None
+
+    def _unequal(self, x: Operation, y: Operation) -> Iterator[int]:
+        """Yield the indices of the results that differ."""
+        tolerance = self.tolerance
+        if tolerance is None:
+            tolerance = max(self._noise_a[x.number], self._noise_b[y.number])
+        if x.key == ("update", "optimizer") and tolerance:
+            # Adam turns the rounding of a gradient near 0 into a whole step.
+            yield from [0] * bool(x.op != y.op or _changed(x.args, y.args))
+            return
+        # Where terms cancel, as in a mean near 0, the error is relative to the terms.
+        terms = [self.a.operations[number].outputs for number, *_ in x.inputs if tolerance]
+        least = max((_usual(output) for outputs in terms for output in outputs), default=0.0)
+        least = 0.0 if x.op.rstrip("_") in ("mul", "div") else least
+        for i, (one, other) in enumerate(zip(x.outputs, y.outputs, strict=False)):
+            is_equal = one["dtype"] == other["dtype"] and one.get("bits") == other.get("bits")
+            if not is_equal and relative_difference(one, other, least) > tolerance:
+                yield i
+
+    def _is_rounding(self, x: Operation, y: Operation) -> bool:
+        """Return whether a difference is at most a few times that of the inputs."""
+        if self.tolerance == 0 or x.direction == "before":
+            return False
+        if [d["shape"] for d in x.outputs] != [d["shape"] for d in y.outputs] or x.names != y.names:
+            return False
+        before = [
+            relative_difference(*outputs)
+            for one, other in zip(x.inputs, y.inputs, strict=False)
+            if (p := self.a.operations[one[0]]) and self._b_of.get(p.number)
+            for outputs in zip(p.outputs, self.b.operations[other[0]].outputs, strict=False)
+        ]
+        now = max(map(relative_difference, x.outputs, y.outputs), default=0.0)
+        usual = max(self._noise_a[x.number], self._noise_b[y.number], self.tolerance or 0.0)
+        return now <= _GROWTH * min(usual, max(before, default=0.0))
+
+    def _sides(self, op: Operation) -> tuple[Operation | None, Operation | None]:
+        return (op, None) if self.a.operations[op.number : op.number + 1] == [op] else (None, op)
+
+    def _explain(self, x: Operation, y: Operation) -> Difference:
+        """Trace the first pair whose results differ back to what differs."""
+        if x.direction == "before":
+            return _before(x, y)
+        places = range(min(len(x.inputs), len(y.inputs)))
+        if x.op == "gradients":  # each is an input and an output
+            places = list(self._unequal(x, y))
+        for i in places:
+            if found := self._of_input(x.inputs[i], y.inputs[i], x, y):
+                return found
+        if x.op == "gradients":
+            i = places[0]
+            lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
+            cause = "the gradient was changed by what is not recorded, or holds an earlier one"
+            return Difference("gradient", cause, x, y, None, lines)
+        if x.op != y.op:
+            return Difference("operation", f"{x.op} in A, {y.op} in B", x, y)
+        if changed := _changed(x.args, y.args):
+            lines = [(name, f"{one} in A, {other} in B") for name, one, other in changed]
+            if x.direction == "update":
+                return Difference("settings", "other settings of the optimizer", x, y, None, lines)
+            return Difference("arguments", _of_arguments(x, changed), x, y, None, lines)
+        if x.is_random:
+            cause = "other random numbers: another seed, or other numbers were drawn before"
+            return Difference("random numbers", cause, x, y)
+        i = next(self._unequal(x, y), 0)
+        lines = [("values", _in_words(x.outputs[i], y.outputs[i]))]
+        if x.direction == "update":
+            cause = "other state of the optimizer, as moments or a step count, or other weights"
+            return Difference("state", cause, x, y, None, lines)
+        if (dtypes := _dtypes(x)) != _dtypes(y):
+            cause = f"another dtype: {dtypes} in A, {_dtypes(y)} in B"
+            return Difference("dtype", cause, x, y, None, lines)
+        return Difference("result", self._of_result(x, y), x, y, None, lines)
+
+    def _missing_gradient(self, op: Operation) -> Difference | None:
+        """Explain weights without a gradient, if `op` runs after the backward pass began."""
+        if not any(x.direction == "backward" and x.number < op.number for x, _ in self.pairs):
+            return None
+        for x, y in [(x, y) for x, y in self.pairs if x.step == op.step and x.op == "gradients"]:
+            if missing := sorted({*x.names} ^ {*y.names}):
+                which = "B" if missing[0] in x.names else "A"
+                cause = f"no gradient in {which}: frozen, or not used by the loss"
+                return Difference("gradient", cause, x, y, None, [("weights", _listed(missing))])
+        return None
+
+    def _of_input(
+        self, one: Sequence[Any], other: Sequence[Any], x: Operation, y: Operation
+    ) -> Difference | None:
+        """Explain an input that has another value; None if it has the same."""
+        p, q = self.a.operations[one[0]], self.b.operations[other[0]]
+        is_pair = self._b_of.get(p.number) is q
+        is_same_part = one[1] == other[1] and one[3] == other[3]
+        if is_same_part and (is_pair or (p.outputs and self.same(p, q))):
+            return None
+        if is_pair:
+            return self._of_part(one, other, x, y)
+        alone_a = _ancestors(p, self.a, self._b_of)
+        alone_b = _ancestors(q, self.b, self._a_of)
+        if alone_a and alone_b and alone_a[0].kind == alone_b[0].kind:
+            return self._explain(alone_a[0], alone_b[0])
+        if not alone_a and not alone_b:
+            lines = [("input A", str(p)), ("input B", str(q))]
+            return Difference("operation", "reads another value", x, y, None, lines)
+        return _of_one_run(alone_a, alone_b, (x, y))
+
+    def _of_part(
+        self, one: Sequence[Any], other: Sequence[Any], x: Operation, y: Operation
+    ) -> Difference:
+        """Explain that both runs read another part of one tensor."""
+        views = [
+            next((v for v in reversed(run.operations[: op.number]) if _reads(v, part)), None)
+            for run, op, part in ((self.a, x, one), (self.b, y, other))
+        ]
+        lines = [
+            (name, f"{list(part[1])} from entry {part[3]}" + (f", by {v} {v.args}" if v else ""))
+            for name, part, v in (("part in A", one, views[0]), ("part in B", other, views[1]))
+        ]
+        cause = "another part of the same tensor is read"
+        if one[1] == other[1] and one[3] != other[3]:
+            cause += f": a shift by {abs(one[3] - other[3])} entries, as of labels by one position"
+        return Difference("part", cause, x, y, None, lines)
+
+    def _of_result(self, x: Operation, y: Operation) -> str:
+        """Return why an operation with the same inputs may have another result."""
+        products = ("mm", "bmm", "addmm", "conv", "attention", "linear")
+        if any(word in x.op for word in products):
+            for setting in ("tf32", "matmul_precision"):
+                one, other = (run.about.get(setting) for run in (self.a, self.b))
+                if one != other:
+                    return f"the precision of products: {setting} is {one} in A, {other} in B"
+        names = ("torch", "machine", "gpu", "threads")
+        other = [n for n in names if self.a.about.get(n) != self.b.about.get(n)]
+        if other:
+            facts = (f"{n} {self.a.about.get(n)} in A, {self.b.about.get(n)} in B" for n in other)
+            return f"another kernel: {'; '.join(facts)}"
+        return "the same operation on the same inputs: a kernel that is not deterministic"
+
+    def _between_world_sizes(self) -> Difference | None:
+        """Compare the gradients, which are means over the batches of all ranks."""
+        sizes = [run.about["world_size"] for run in (self.a, self.b)]
+        for x, y in [(x, y) for x, y in self.pairs if x.op == "gradients"]:
+            unequal = [
+                (name, one, other)
+                for name, one, other in zip(x.names, x.outputs, y.outputs, strict=False)
+                if relative_difference(one, other) > _OF_RANKS
+            ]
+            if not unequal:
+                continue
+            found = [ratio_of(one, other) for _, one, other in unequal]
+            ratios = [ratio for ratio in found if ratio is not None]
+            lines = [("weights", _listed([name for name, *_ in unequal]))]
+            cause = "gradients are not those of the same batch, or are not averaged over ranks"
+            if len(ratios) == len(found) and max(ratios) - min(ratios) <= 0.01 * max(ratios):
+                ratio = max(ratios)
+                cause = f"gradients in B are {ratio:.4g} times those in A"
+                if math.isclose(max(ratio, 1 / ratio), max(sizes) / min(sizes), rel_tol=0.01):
+                    cause += ": a sum over ranks is not divided by their number, or is twice"
+            return Difference("gradient", cause, x, y, None, lines)
+        return None
+
+
+def _rounding(operations: Sequence[Operation]) -> list[float]:
+    """Return for each operation the relative error that its dtype, or one before it, makes."""
+    noise: list[float] = []
+    for op in operations:
+        own = [_ROUNDING.get(output["dtype"], 0.0) for output in op.outputs]
+        noise.append(max([*own, *(noise[number] for number, *_ in op.inputs)], default=0.0))
+    return noise
+
+
+def paired(a: Sequence[Operation], b: Sequence[Operation]) -> list[tuple[Operation, Operation]]:
+    """Pair operations of each step with equal keys, in their order; others stay alone.
+
+    Views make no values and are left out; weights are paired by their names.
+    """
+    pairs = _paired_weights(a, b)
+    for step in sorted({x.step for x in a} & {y.step for y in b}):
+        of_a, of_b = (
+            [x for x in run if x.step == step and not x.is_view and x.op != "weight"]
+            for run in (a, b)
+        )
+        keys_a, keys_b = [x.key for x in of_a], [y.key for y in of_b]
+        alike = SequenceMatcher(None, keys_a, keys_b, autojunk=False)
+        for i, j, size in alike.get_matching_blocks():
+            pairs += zip(of_a[i : i + size], of_b[j : j + size], strict=True)
+    return sorted(pairs, key=lambda pair: pair[0].number)
+
+
+def _paired_weights(
+    a: Sequence[Operation], b: Sequence[Operation]
+) -> list[tuple[Operation, Operation]]:
+    """Pair weights by step and name, and those of several models in their order."""
+
+    def by_name(run: Sequence[Operation]) -> dict[tuple[int, str, int], Operation]:
+        count: Counter[tuple[int, str]] = Counter()
+        found = {}
+        for op in [op for op in run if op.op == "weight"]:
+            which = op.step, op.names[0]
+            count[which] += 1
+            found[(*which, count[which])] = op
+        return found
+
+    of_a, of_b = by_name(a), by_name(b)
+    return [(x, of_b[which]) for which, x in of_a.items() if which in of_b]
+
+
+def relative_difference(x: Digest, y: Digest, least: float = 0.0) -> float:
+    """Return how far two results are apart, relative to the larger; infinite if not comparable.
+
+    `least` is the root mean square of a usual entry below which differences are relative to it.
+    """
+    if x["shape"] != y["shape"] or ("values" in x) != ("values" in y):
+        return math.inf
+    if "values" not in x:
+        return 0.0
+    one, other = x["values"], y["values"]
+    if [v for v in one if not math.isfinite(v)] or [v for v in other if not math.isfinite(v)]:
+        return 0.0 if str(one) == str(other) else math.inf
+    if "norm" not in x or "norm" not in y:  # integers and booleans
+        return 0.0 if one == other else math.inf
+    norms = x["norm"], y["norm"]
+    if not all(map(math.isfinite, norms)):
+        return 0.0 if str(norms[0]) == str(norms[1]) else math.inf
+    size = math.prod(x["shape"])
+    norm = max(*norms, least * math.sqrt(size))
+    usual = norm * math.sqrt(len(one) / size)  # norm of as many usual entries
+    scale = max(usual, math.hypot(*one), math.hypot(*other))
+    return max(math.dist(one, other) / scale, abs(norms[0] - norms[1]) / norm) if norm else 0.0
+
+
+def _usual(output: Digest) -> float:
+    """Return the root mean square of a result's entries."""
+    norm = output.get("norm", 0.0)
+    return norm / math.sqrt(math.prod(output["shape"])) if math.isfinite(norm) and norm else 0.0
+
+
+def ratio_of(x: Digest, y: Digest) -> float | None:
+    """Return the factor from one result to another; None if there is no one factor."""
+    if "norm" not in x or "norm" not in y or not x["norm"] or not y["norm"]:
+        return None
+    ratio = y["norm"] / x["norm"]
+    for sign in (1, -1):
+        scaled = [sign * ratio * v for v in x["values"]]
+        size = max(math.hypot(*scaled), math.hypot(*y["values"]))
+        if math.isfinite(ratio) and math.dist(scaled, y["values"]) <= 1e-3 * size:
+            return sign * ratio
+    return None
+
+
+def _before(x: Operation, y: Operation) -> Difference:
+    """Explain that a tensor was different before the operations read it."""
+    one, other = x.outputs[0], y.outputs[0]
+    lines = [("values", _in_words(one, other))]
+    if x.op == "weight":
+        when = (
+            "a seed, an initialization or a checkpoint" if x.step == 1 else "an update in between"
+        )
+        return Difference("weights", f"other weights before the step: {when}", x, y, None, lines)
+    kinds = {one["dtype"], other["dtype"]}
+    values = {*one.get("values", ()), *other.get("values", ())}
+    if one["shape"] != other["shape"]:
+        cause = "another batch: its shape differs"
+    elif kinds == {"bool"} or values <= {0.0, 1.0, -math.inf} or min(values, default=0.0) < -1e4:
+        cause = "another mask"
+    elif len(kinds) > 1:
+        cause = f"another dtype of the data: {one['dtype']} in A, {other['dtype']} in B"
+    elif (ratio := ratio_of(one, other)) is not None:
+        cause = f"the data in B are {ratio:.4g} times those in A: another scaling"
+    else:
+        cause = "another batch: other samples, another order, or other preprocessing"
+    return Difference("batch", cause, x, y, None, lines)
+
+
+def _of_one_run(
+    alone_a: Sequence[Operation],
+    alone_b: Sequence[Operation],
+    seen: tuple[Operation, Operation],
+) -> Difference:
+    """Explain operations that only one run has, and that lead to the first unequal result."""
+    names_a, names_b = ({op.op.rstrip("_") for op in ops} for ops in (alone_a, alone_b))
+    few, many = ("A", "B") if len(alone_b) >= len(alone_a) else ("B", "A")
+    only = alone_b if many == "B" else alone_a
+    names = names_a | names_b
+    factors = [op for op in only if op.op.rstrip("_") in _FACTORS and op.args.get("other")]
+    if any("c10d" in name or "all_reduce" in name or "allreduce" in name for name in names):
+        cause = f"an all-reduce is missing in {few}"
+    elif {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
+        which = "A" if "mean" in names_a else "B"
+        cause = f"a mean in {which}, a sum in {'B' if which == 'A' else 'A'}"
+    elif names & {"bernoulli", "native_dropout"}:
+        cause = f"dropout in {many} alone: train() and eval(), or another probability"
+    elif names & {"masked_fill", "where"}:
+        cause = f"a mask in {many} alone"
+    elif any("vector_norm" in name or "foreach_norm" in name for name in names):
+        cause = f"gradients are clipped in {many} alone"
+    elif "_to_copy" in names and not factors:
+        cause = f"a conversion to {only[0].args.get('dtype', 'another dtype')} in {many} alone"
+    elif factors:
+        factor = factors[0]
+        number = factor.args["other"]
+        cause = f"{many} alone {_FACTORS[factor.op.rstrip('_')]} by {number:g}"
+        if number > 1 and math.isclose(math.sqrt(number) % 0.5, 0, abs_tol=1e-9):
+            cause += f", which is T² for a temperature of {math.sqrt(number):g}"
+    elif names <= {"add"} and only[0].direction == "backward":
+        cause = f"gradients are added to earlier ones in {many} alone: zero_grad is missing there"
+    else:
+        cause = "other operations make this value"
+    lines = [
+        (f"only in {which}", _listed([str(op) for op in ops]))
+        for which, ops in (("A", alone_a), ("B", alone_b))
+        if ops
+    ]
+    first_a, first_b = (next(iter(ops), None) for ops in (alone_a, alone_b))
+    return Difference("operation", cause, first_a, first_b, seen, lines)
+
+
+def _ancestors(
+    start: Operation, run: Recording, partner: Mapping[int, Operation]
+) -> list[Operation]:
+    """Return the operations of one run alone that made a value, the earliest first."""
+    found: dict[int, Operation] = {}
+    ahead = [start]
+    while ahead:
+        op = ahead.pop()
+        if op.number not in partner and op.number not in found:
+            found[op.number] = op
+            ahead += [run.operations[number] for number, *_ in op.inputs]
+    return [found[number] for number in sorted(found)]
+
+
+def _of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
+    """Return the likely meaning of arguments that differ."""
+    name, one, other = changed[0]
+    if name == "reduction":
+        kinds = {0: "none", 1: "mean", 2: "sum"}
+        return (
+            f"the reduction of the loss: {kinds.get(one, one)} in A, {kinds.get(other, other)} in B"
+        )
+    if name in ("training", "train"):
+        return "train() in one run, eval() in the other"
+    if name == "p":
+        return "another probability of dropout"
+    if "eps" in name:
+        return "another eps"
+    if name in ("dim", "dims"):
+        return "another dimension"
+    if name == "is_causal":
+        return "another mask: causal in one run alone"
+    if x.op.rstrip("_") in _FACTORS and all(type(n) in (int, float) for n in (one, other)):
+        return f"B {_FACTORS[x.op.rstrip('_')]} by {other:g} instead of {one:g}"
+    return "other arguments of the same operation"
+
+
+def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the arguments that differ, with both values; settings of an optimizer one by one."""
+    one, other = _by_setting(one), _by_setting(other)
+    names = dict.fromkeys([*one, *other])
+    return [(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)]
+
+
+def _by_setting(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with the settings of each group of an optimizer under their own names."""
+    groups = arguments.get("groups")
+    if not isinstance(groups, list):
+        return dict(arguments)
+    prefixes = [f"group {i} " if len(groups) > 1 else "" for i in range(len(groups))]
+    return {
+        f"{prefix}{name}": value
+        for prefix, group in zip(prefixes, groups, strict=True)
+        for name, value in group.items()
+    }
+
+
+def _reads(view: Operation, part: Sequence[Any]) -> bool:
+    """Return whether a view, such as a slice, makes this part of a tensor."""
+    is_slice = view.op in ("slice", "select", "narrow", "split", "chunk", "unbind", "as_strided")
+    return view.is_view and is_slice and any(i[0] == part[0] for i in view.inputs)
+
+
+def _dtypes(x: Operation) -> str:
+    return ", ".join(dict.fromkeys(output["dtype"] for output in x.outputs))
+
+
+def _in_words(x: Digest, y: Digest) -> str:
+    """Return how two results differ."""
+    if x["shape"] != y["shape"]:
+        return f"shape {x['shape']} in A, {y['shape']} in B"
+    if (ratio := ratio_of(x, y)) is not None and not math.isclose(ratio, 1, rel_tol=1e-4):
+        return f"{x['dtype']} {x['shape']}, those in B are {ratio:.4g} times those in A"
+    values = zip(x.get("values", ()), y.get("values", ()), strict=False)
+    unequal = next(((u, v) for u, v in values if u != v), None)
+    text = f"{x['dtype']} {x['shape']}, relative difference {relative_difference(x, y):.2g}"
+    return text if unequal is None else f"{text}, such as {unequal[0]:.7g} and {unequal[1]:.7g}"
+
+
+def _values_in_words(x: Operation, y: Operation) -> str:
+    both = list(zip(x.outputs, y.outputs, strict=False))
+    unequal = [pair for pair in both if relative_difference(*pair)]
+    return _in_words(*(unequal or both)[0]) if both else "no result"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return ", ".join(texts[:_NAMED]) + more
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the first difference of two recordings; return 1 if there is one."""
+    parser = argparse.ArgumentParser(
+        prog="python -m firstnan diff",
+        description="Name the first operation whose result differs between two recordings.",
+    )
+    parser.add_argument("a", type=Path, metavar="A", help="folder that `record` wrote")
+    parser.add_argument("b", type=Path, metavar="B", help="the other one")
+    about = (
+        "largest relative difference that counts as none: bits, dtype (what rounding explains) or "
+        "a number; default: bits, or dtype for other machines, threads or versions of torch"
+    )
+    parser.add_argument("--tolerance", type=_tolerance, default="default", help=about)
+    parser.add_argument("--rank", type=int, default=0, help="process to compare (default: 0)")
+    options = parser.parse_args(arguments)
+    try:
+        a, b = (Recording.read(folder, options.rank) for folder in (options.a, options.b))
+    except (OSError, ValueError, UserError) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    tolerance = options.tolerance
+    if tolerance == "default":
+        names = ("torch", "machine", "gpu", "threads")
+        tolerance = 0.0 if all(a.about[n] == b.about[n] for n in names) else None
+    comparison = Comparison(a, b, tolerance)
+    found = comparison.first()
+    if found is not None:
+        print(found)
+        return FAILED
+    way = {0.0: "bit for bit", None: "within the rounding of the dtypes"}
+    words = way.get(tolerance, f"within {tolerance}")
+    steps = max((x.step for x, _ in comparison.pairs if x.direction == "update"), default=0)
+    what = f"{len(comparison.pairs):,} operations"
+    if a.about["world_size"] != b.about["world_size"]:
+        what, words = (
+            "gradients, which alone are the same on any number of ranks",
+            f"within {_OF_RANKS}",
+        )
+    print(f"no difference: {what}, {steps} updates, {words}")
+    return OK
+
+
+def _tolerance(text: str) -> float | str | None:
+    if text in ("bits", "dtype", "default"):
+        return {"bits": 0.0, "dtype": None}.get(text, text)
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected bits, dtype or a number from 0, got {text}")
+    return value
