@@ -2,22 +2,29 @@
 
     python -m benchmarks.differences             # 200 differences, 200 equal pairs
     python -m benchmarks.differences --nets mlp --seeds 3
+    python -m benchmarks.differences --cost FOLDER    # of recording a model of transformers
 
 Ten small networks are trained for two steps, once as they are and once with one of twenty changes;
 half of these act in the backward pass or in the update. A difference counts as named if what
 differs, the pass and, where there is one, the operation are right. Equal pairs are trained twice
 with the same seed. Both trainings run in this process, one after the other.
+
+The cost is that of a plain loop over a causal language model, 4 x 128 tokens, with and without
+recording, in turns of three steps in processes of their own; the first step is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -204,13 +211,65 @@ def is_named(found: Difference | None, expected: Expected) -> bool:
     return right_pass and re.search(expected.op, text) is not None
 
 
+PLAIN = """
+import resource, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for step in range(3):
+    ids = torch.randint(model.config.vocab_size, (4, 128))
+    began = time.process_time()
+    loss = model(input_ids=ids, labels=ids).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print("step", step, time.process_time() - began, memory, flush=True)
+"""
+
+
+def cost(model: Path, rounds: int) -> None:
+    """Print the CPU time per step and the peak memory with and without recording."""
+    with tempfile.TemporaryDirectory() as name:
+        script = Path(name) / "plain.py"
+        script.write_text(PLAIN)
+        ratios, more = [], []
+        for i in range(rounds):
+            # More steps than the script makes, so that it reports all of them.
+            record_it = ["-m", "firstnan", "record", "--steps", "9", f"{name}/{i}"]
+            (plain, of_plain), (recorded, of_recorded) = (
+                _steps([*words, str(script), str(model)]) for words in ([], record_it)
+            )
+            ratios.append(recorded / plain)
+            more.append(of_recorded - of_plain)
+            print(
+                f"plain {plain:.2f} s, {of_plain:,.0f} MiB; recorded {recorded:.2f} s", flush=True
+            )
+    print(f"CPU time of a step, relative to plain: {median(ratios):.2f}")
+    print(f"more memory: {median(more):,.0f} MiB")
+
+
+def _steps(command: list[str]) -> tuple[float, float]:
+    """Return the median CPU seconds of the steps after the first, and the peak memory in MiB."""
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    rows = [line.split()[2:] for line in result.stdout.splitlines() if line.startswith("step")]
+    return median(float(seconds) for seconds, _ in rows[1:]), float(rows[-1][1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--nets", nargs="*", choices=BODIES, default=list(BODIES))
     parser.add_argument("--plants", nargs="*", choices=PLANTS, default=list(PLANTS))
     parser.add_argument("--seeds", type=int, default=20, help="equal pairs of each network")
     parser.add_argument("--show", action="store_true", help="print the reports that are wrong")
+    parser.add_argument("--cost", type=Path, help="folder of a causal language model")
     args = parser.parse_args()
+    if args.cost is not None:
+        cost(args.cost, rounds=3)
+        return
     named: Counter[str] = Counter()
     alarms = 0
     with tempfile.TemporaryDirectory() as name:

@@ -72,16 +72,14 @@ class Digest(NamedTuple):
         if x.is_meta or not x.numel():
             return cls(shape, dtype, None, None, None)
         reals = as_reals(x).reshape(-1)
-        bits = reals.view(_WIDTHS[reals.dtype.itemsize])
-        if len(bits) <= _POSITIONAL:
-            bits = bits.long() * torch.arange(1, 2 * len(bits), 2, device=bits.device)
+        bits = _sum_of_bits(reals)
         norm = None
         if reals.is_floating_point():
             norm = torch.linalg.vector_norm(
                 reals, dtype=torch.promote_types(reals.dtype, torch.float32)
             )
         values = reals[:: max(1, len(reals) // N_VALUES)][:N_VALUES].double()
-        return cls(shape, dtype, bits.sum(dtype=torch.int64), norm, values)
+        return cls(shape, dtype, bits, norm, values)
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -369,6 +367,19 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Ten
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
     return written
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """Return a number that depends on all bits of a vector, and in a short one on their order."""
+    if len(x) <= _POSITIONAL:
+        words = x.view(_WIDTHS[x.dtype.itemsize]).long()
+        return (words * torch.arange(1, 2 * len(words), 2, device=x.device)).sum()
+    per_word = 8 // x.dtype.itemsize  # a sum of int64 needs no copy
+    whole = len(x) - len(x) % per_word
+    if x.storage_offset() % per_word:
+        x = x.clone()
+    rest = x[whole:].view(_WIDTHS[x.dtype.itemsize])
+    return x[:whole].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def _results(outputs: Iterable[Tensor]) -> list[Tensor]:
