@@ -117,22 +117,6 @@ def calibration(page: str, figure: Figure) -> None:
     axes.legend(fontsize=8)
 
 
-def judgement(page: str, figure: Figure) -> None:
-    """Draw how often the judgement of two runs is right, against the stated probability."""
-    rows = table_with(page, "pairs", "n", "stated", "right").rows
-    axes = figure.add_subplot()
-    axes.plot([50, 95], [50, 95], color="black", linewidth=0.8)
-    for row in rows:
-        is_bin = row["pairs"].startswith("stated")
-        color, size = (OURS, 45) if is_bin else (OTHERS, 18)
-        axes.scatter(number(row["stated"]), number(row["right"]), s=size, color=color)
-    axes.scatter([], [], s=45, color=OURS, label="pairs by stated probability")
-    axes.scatter([], [], s=18, color=OTHERS, label="one data set, or one kind of pair")
-    axes.set_xlabel("stated probability, in percent")
-    axes.set_ylabel("right, in percent")
-    axes.legend(fontsize=8)
-
-
 def labels(page: str, figure: Figure) -> None:
     """Draw the average precision of three ways to find wrong labels."""
     tables = re.split(r"\n(?=Labels: )", page)
@@ -267,7 +251,6 @@ FIGURES: Mapping[str, tuple[Callable[[str, Figure], None], tuple[float, float]]]
     "each_set": (each_set, (7, 6.4)),
     "number_of_clusters": (number_of_clusters, (7, 5.4)),
     "calibration": (calibration, (7, 2.8)),
-    "judgement": (judgement, (5.2, 3.8)),
     "labels": (labels, (7, 2.8)),
     "guard": (guard, (7, 2.2)),
     "nan_tools": (nan_tools, (7.4, 2.4)),

@@ -95,7 +95,9 @@ def _digits(sources: Sources) -> Labeled:
     return digits.data[:1437].astype(np.float32), digits.target[:1437]
 
 
-def _open(name: str, flag: str, root: Path = Sources.data_dir, split: Split = "train") -> Any:
+def open_or_absent(
+    name: str, flag: str, root: Path = Sources.data_dir, split: Split = "train"
+) -> Any:
     try:
         return open_dataset(name, split, root=root, labels="folders")
     except DatasetUnavailable as error:
@@ -103,7 +105,7 @@ def _open(name: str, flag: str, root: Path = Sources.data_dir, split: Split = "t
 
 
 def _fashion_images(sources: Sources, n: int) -> ArrayDataset:
-    whole = _open("fashion_mnist", "--data_dir", sources.data_dir)
+    whole = open_or_absent("fashion_mnist", "--data_dir", sources.data_dir)
     return ArrayDataset(whole.name, "train", whole.arrays[:n], whole.labels[:n], None)
 
 
@@ -115,7 +117,7 @@ def _fashion(sources: Sources, n: int = 60_000) -> Labeled:
 def _cifar_images(sources: Sources, split: Split = "train") -> ImageDataset:
     if sources.cifar is None:
         raise Absent("CIFAR-10 is missing: --cifar FOLDER, with train/<class>/*.png in it")
-    return _open(str(sources.cifar), "--cifar", split=split)
+    return open_or_absent(str(sources.cifar), "--cifar", split=split)
 
 
 def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: int) -> Labeled:

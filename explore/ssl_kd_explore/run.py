@@ -365,8 +365,8 @@ class Run:
 
         Returns:
             The numbers that `ssl_kd compare` writes: `agreement`, `splits` and `merges` of
-            clusters, the largest `differences`, the `judgement` (which run is better, without
-            labels, and how sure that is), and scores by `labels` if any are known.
+            clusters, the largest `differences`, the `judgement` (how well both clusterings
+            follow the neighbors that both runs share), and scores by `labels` if any are known.
 
         Raises:
             InputError: the runs have no file in common.

@@ -22,15 +22,19 @@ logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """Embeds the data set, or reads the cache, and prints the accuracy of k-NN (k = 20),
 of a linear probe and of probes on 1, 5 and 10 samples of each class (mean of ten draws), and
-RankMe, alpha-ReQ and LiDAR, which need no labels. Several values of a setting, such as --teacher
-dinov2_vits14,clip, are compared. The flags are those of ssl_kd train. With folders of caches
-instead of flags (ssl_kd evaluate CACHE CACHE), these are scored, without data and teacher."""
+RankMe, alpha-ReQ, LiDAR and, of several teachers, the neighbors that they share, which need no
+labels. Several values of a setting, such as --teacher dinov2_vits14,clip, are compared. The flags
+are those of ssl_kd train. With folders of caches instead (ssl_kd evaluate CACHE CACHE), these are
+scored, without data and teacher."""
 # Settings of runs, of which there is none here.
 _REFUSED: Mapping[str, str] = dict.fromkeys(
     ("run_name", "runs_dir", "resume", "extend"),
     "has no effect, because ssl_kd evaluate starts no run: leave it out (--out FILE writes the "
     "scores)",
 )
+_NO_RANKING = """Which teacher is best cannot be told without labels: each of these columns ranks
+the teachers of some data sets well and those of others badly (docs/results.md). With a few labels
+of each class (--labels), the few-shot probes compare them."""
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -68,6 +72,8 @@ def _evaluate(argv: Sequence[str]) -> int:
     from ssl_kd.cli.screen import print_result
 
     print_result(_table(scores, axes), files)
+    if len(scores) > 1 and all(row["few_shot"] is None for row in scores):
+        print(_NO_RANKING)
     return OK
 
 
@@ -99,11 +105,11 @@ def _score_teachers(words: Sequence[str], flags: Any) -> tuple[list[str], list[d
 
     screen = open_screen()
     log_recipe(compared[0], logger, vars(flags))
-    from ssl_kd.vision.evaluate_teacher import evaluate_teacher
+    from ssl_kd.vision.evaluate_teacher import evaluate_teachers
 
     protocol = _protocol(flags, 0)
     with ProgressBars(screen) as progress:
-        scores = [evaluate_teacher(each, protocol, progress=progress) for each in compared]
+        scores = evaluate_teachers(compared, protocol, progress=progress)
     return list(grid.axes), scores
 
 
@@ -163,7 +169,9 @@ def _table(scores: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> Table:
     columns = [*others, "width"]
     if labeled:
         columns += ["k-NN, %", "linear probe, %", *(f"{n}-shot, %" for n in shots)]
-    for name in [*columns, "RankMe", "alpha-ReQ", "LiDAR"]:
+    agree = scores[0]["agreement"] is not None
+    columns += ["RankMe", "alpha-ReQ", "LiDAR", *(["agreement, %"] if agree else [])]
+    for name in columns:
         table.add_column(name, justify="right")
     for row in scores:
         cells = [str(row["settings"][axis.upper()]) for axis in others]
@@ -176,9 +184,10 @@ def _table(scores: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> Table:
             )
         alpha, lidar = row["alpha_req"], row["lidar"]["value"]
         cells += [f"{row['rankme']:.1f}", "-" if alpha is None else f"{alpha:.2f}"]
-        table.add_row(
-            row["teacher"]["name"], *cells, "one view" if lidar is None else f"{lidar:.1f}"
-        )
+        cells.append("one view" if lidar is None else f"{lidar:.1f}")
+        if agree:
+            cells.append(_percent(row["agreement"]))
+        table.add_row(row["teacher"]["name"], *cells)
     return table
 
 

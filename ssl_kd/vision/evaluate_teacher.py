@@ -1,4 +1,4 @@
-"""Judge a teacher's embeddings of a data set, without training heads."""
+"""Judge teachers by their embeddings of a data set, without training heads."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from ssl_kd.vision.assignments import JUDGED_ROWS
 from ssl_kd.vision.augmented import embed_views
 from ssl_kd.vision.cache.embeddings import EmbeddingStore
 from ssl_kd.vision.data import ImageDataset
+from ssl_kd.vision.evaluate.agreement import MAX_ROWS
+from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.evaluate.sgd_probe import STEPS
 from ssl_kd.vision.run import open_extractions
 from ssl_kd.vision.settings import VisionSettings
@@ -37,26 +39,61 @@ class Protocol:
     device: str | torch.device = "cpu"  # that trains the probe sgd
 
 
-def evaluate_teacher(
-    settings: VisionSettings, protocol: Protocol | None = None, *, progress: Progress = no_progress
-) -> dict[str, Any]:
-    """Fill the teacher's cache, and score the embeddings.
+@dataclass(frozen=True)
+class _Sample:
+    """Embeddings of at most 2,000 random rows, by which caches of the same samples are compared."""
+
+    n: int  # rows of the cache
+    ids: list[str]
+    x: NDArray[np.float32]  # `[row, d]`
+
+    @classmethod
+    def of(cls, store: EmbeddingStore, seed: int) -> _Sample:
+        rows = random_rows(store.n, MAX_ROWS, seed)
+        ids = store.ids
+        x = store.gather(torch.from_numpy(rows)).numpy()
+        return cls(store.n, [ids[row] for row in rows.tolist()], x)
+
+    def has_samples_of(self, other: _Sample) -> bool:
+        return self.n == other.n and self.ids == other.ids
+
+
+def evaluate_teachers(
+    compared: Sequence[VisionSettings], protocol: Protocol, *, progress: Progress = no_progress
+) -> list[dict[str, Any]]:
+    """Fill the caches of teachers, and score the embeddings.
 
     Args:
-        settings: data, teacher and cache.
+        compared: data, teacher and cache of each.
         protocol: how to score; its seed and device are replaced by those of the settings.
         progress: called while samples are embedded.
 
     Returns:
-        A dict that can be written as JSON: the scores of `scores_of`, and what is needed to repeat
-        them: the teacher and its weights, the numbers of samples, the settings, the versions of
-        packages and the commit.
+        For each a dict that can be written as JSON: the scores of `scores_of`, `agreement` (that of
+        `neighbor_agreement` in `ssl_kd.evaluate`; None unless all embed the same samples), and what
+        is needed to repeat them: the teacher and its weights, the numbers of samples, the settings,
+        the versions of packages and the commit.
     """
+    return _with_agreement([_evaluate_teacher(each, protocol, progress) for each in compared])
+
+
+def _with_agreement(scored: Sequence[tuple[dict[str, Any], _Sample]]) -> list[dict[str, Any]]:
+    samples = [sample for _, sample in scored]
+    agreement: Sequence[float | None] = [None] * len(samples)
+    if all(sample.has_samples_of(samples[0]) for sample in samples):
+        agreement = evaluate.neighbor_agreement([sample.x for sample in samples])
+    return [
+        scores | {"agreement": value} for (scores, _), value in zip(scored, agreement, strict=True)
+    ]
+
+
+def _evaluate_teacher(
+    settings: VisionSettings, protocol: Protocol, progress: Progress
+) -> tuple[dict[str, Any], _Sample]:
     clock = Clock()
     precision = Precision.for_device(settings.device, settings.use_fp16)
     extractions = open_extractions(settings, precision, progress=progress)
     train = extractions["train"]
-    protocol = protocol or Protocol()
     if protocol.views and not isinstance(train.dataset, ImageDataset):
         raise InputError(
             f"--views is {protocol.views}, but DATASET {settings.dataset} holds no images, of "
@@ -75,7 +112,7 @@ def evaluate_teacher(
         scores = scores_of(stores, protocol, views)
     teacher = train.teacher
     resolved = settings.replace(teacher=teacher.setting)
-    return {
+    scores = {
         "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
         "cache": str(Path(train.folder)),
         **scores,
@@ -85,50 +122,44 @@ def evaluate_teacher(
         "versions": versions(),
         "commit": commit(),
     }
+    return scores, _Sample.of(stores["train"], settings.seed)
 
 
 def evaluate_caches(folders: Sequence[Path], protocol: Protocol) -> list[dict[str, Any]]:
     """Score the embeddings of caches of the same samples, without teachers or data.
 
     Returns:
-        For each cache what `evaluate_teacher` returns, with the cache's own labels and without
+        For each cache what `evaluate_teachers` returns, with the cache's own labels and without
         `settings` and `precision`, but with `fingerprint`, what the cache was computed from.
 
     Raises:
         InputError: a folder is not a cache of embeddings, or two caches hold other samples.
     """
-    results = []
-    first: EmbeddingStore | None = None
+    scored = []
     for folder in folders:
         clock = Clock()
         stores = open_caches(folder)
-        train = stores["train"]
-        if first is None:
-            first = train
-        elif train.n != first.n or any(a != b for a, b in zip(train.ids, first.ids, strict=True)):
+        train, identity = stores["train"], stores["train"].fingerprint
+        sample = _Sample.of(train, protocol.seed)
+        if scored and not sample.has_samples_of(first := scored[0][1]):
             raise InputError(
-                f"{folder} and {first.folder} hold different samples ({train.n} and {first.n}), so "
+                f"{folder} and {folders[0]} hold different samples ({sample.n} and {first.n}), so "
                 "their scores do not compare: score each with a command of its own"
             )
         with clock("score"):
             scores = scores_of(stores, protocol)
-        identity = train.fingerprint
-        results.append(
-            {
-                "teacher": {
-                    "name": identity.teacher,
-                    "dim": train.dim,
-                    "weights": identity.weights,
-                },
-                "cache": str(folder),
-                **scores,
-                "seconds": clock.seconds,
-                "fingerprint": vars(identity),
-                "versions": versions(),
-                "commit": commit(),
-            }
-        )
-    return results
+        about = {"name": identity.teacher, "dim": train.dim, "weights": identity.weights}
+        scores = {
+            "teacher": about,
+            "cache": str(folder),
+            **scores,
+            "seconds": clock.seconds,
+            "fingerprint": vars(identity),
+            "versions": versions(),
+            "commit": commit(),
+        }
+        scored.append((scores, sample))
+    return _with_agreement(scored)
 
 
 def open_caches(folder: Path) -> dict[str, EmbeddingStore]:

@@ -1,6 +1,7 @@
 import json
 
 import numpy as np
+from PIL import Image
 
 from ssl_kd.cli import main
 
@@ -35,6 +36,21 @@ def test_several_values_are_compared(tmp_path, monkeypatch, capsys):
     rows = [line for line in lines if line[:1] == ["pixels"]]
     assert [row[1] for row in rows] == ["8", "16"]
     assert [row[2] for row in rows] == ["64", "256"]
+    assert lines[0][-2:] == ["agreement,", "%"] and 0 < float(rows[0][-1]) < 100
+    assert rows[0][-1] == rows[1][-1]
+
+
+def test_teachers_are_not_ranked_without_labels(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    for i in range(30):
+        pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"photos/{i}.png")
+    words = ["--teacher", "pixels", "--dataset", "photos", "--image_size"]
+    assert main(["evaluate", *words, "4,8"]) == 0
+    assert "Which teacher is best cannot be told without labels" in capsys.readouterr().out
+    assert main(["evaluate", *words, "4"]) == 0
+    assert "cannot be told" not in capsys.readouterr().out
 
 
 def test_without_labels_the_columns_that_need_none_remain(tmp_path, monkeypatch, capsys):
@@ -57,6 +73,7 @@ def test_caches_are_scored_without_data_as_with_it(tmp_path, monkeypatch, capsys
     first, second = json.loads((tmp_path / "caches.json").read_text())
     scores = ("knn_accuracy", "linear_probe", "few_shot", "rankme", "alpha_req", "lidar", "rows")
     assert {k: first[k] for k in scores} == {k: by_data[k] for k in scores}
+    assert by_data["agreement"] is None and first["agreement"] == second["agreement"] > 0.1
     assert first["rankme"] == second["rankme"] and first["fingerprint"]["teacher"] == "features"
 
 

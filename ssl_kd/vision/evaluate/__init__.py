@@ -1,6 +1,7 @@
 """Score clusters and embeddings, and run baselines."""
 
 from ssl_kd.core.calibration import calibration
+from ssl_kd.vision.evaluate.agreement import neighbor_agreement
 from ssl_kd.vision.evaluate.baselines import kmeans, spectral
 from ssl_kd.vision.evaluate.clustering import (
     METRICS,
@@ -39,6 +40,7 @@ __all__ = [
     "lidar",
     "linear_probe",
     "match",
+    "neighbor_agreement",
     "rankme",
     "rightly_placed",
     "sgd_probe",
