@@ -200,12 +200,18 @@ def test_the_runs_of_a_sweep_follow_the_recipe_as_it_was_overridden(tmp_path, mo
     assert shared_settings(VisionSettings(), set()) == {}
 
 
-def test_a_recipe_is_an_argument_of_distillation(tiny, tmp_path, monkeypatch):
+def test_a_recipe_is_an_argument_of_distillation(tiny, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     models = tiny.folder("teacher"), tiny.folder("student", seed=4)
     texts = [f"text {i}" for i in range(40)]
-    followed = Distillation(*models, texts, recipe="gkd", epochs=1).settings
-    assert (followed.recipe, followed.divergence, followed.epochs) == ("gkd", "reverse_kl", 1)
+    small = {"block_size": 32, "max_new_tokens": 4, "batch_size": 2, "generations": 0}
+    job = Distillation(*models, texts, recipe="gkd", epochs=None, max_steps=1, **small)
+    assert (job.settings.recipe, job.settings.divergence) == ("gkd", "reverse_kl")
+    with caplog.at_level("INFO"):
+        run = job.run()
+    assert caplog.messages[0] == f"recipe gkd: {RECIPES['gkd'].paper}"
+    saved = json.loads((run.path / "config.json").read_text())["settings"]
+    assert (saved["RECIPE"], saved["ON_POLICY"]) == ("gkd", 1)
     with pytest.raises(SettingsError, match="recipe is 'gkd'; expected one of them"):
         Distillation(*models, texts, recipe="gkd", preset="small")
     with pytest.raises(SettingsError, match="leaves teacher to you: set teacher to the"):

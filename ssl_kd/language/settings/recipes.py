@@ -55,7 +55,8 @@ _NO_ROUGE = (
     " ROUGE-L on validation data, this library the last one."
 )
 _UNSTATED = (
-    "Not stated in the paper, and the defaults here: schedule and warm-up, weight decay, clipping."
+    "The paper does not state schedule, warm-up, weight decay and clipping: they are the defaults"
+    " of this library."
 )
 _NOT_RUN = "Not run here: neither the models nor the data were available."
 _LLAMA_MOE = (
