@@ -437,6 +437,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m firstnan",
         description="Run a PyTorch training script unchanged; at the first step whose loss or "
         "gradient is not finite, name the operation that made it so, its inputs and the cause.",
+        epilog="Other commands, each with --help: replay BUNDLE (a saved bad step), record FOLDER "
+        "SCRIPT and diff FOLDER FOLDER (the first operation at which two runs differ); --version.",
     )
     add = parser.add_argument
     ways = "end the script with exit code 3, leave the step out, or only report (default: stop)"

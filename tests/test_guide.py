@@ -26,7 +26,7 @@ from tests.tiny import sentence
 VISION = {"train.py", "train"}
 LANGUAGE = {"scripts/distill.py", "scripts/train_sar_kd_stable.py", "scripts/cache_teacher.py"}
 LANGUAGE |= {"distill", "verify"}
-OF_A_SHELL = {"source", "cd", "ls", "open"}
+OTHER_PROGRAMS = {"tensorboard", "source", "cd", "ls", "open"}
 SETTINGS = {field.name for cls in (VisionSettings, LanguageSettings) for field in fields(cls)}
 FLAG = re.compile(r"--([a-z][\w-]*)")
 OWN_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
@@ -139,7 +139,7 @@ def check(words: list[str]) -> None:
         assert all(f"\n{extra} = [" in project for extra in ",".join(extras).split(",") if extra), (
             words
         )
-    elif program in OF_A_SHELL:
+    elif program in OTHER_PROGRAMS:
         pass
     elif program == "bash":
         assert (ROOT / rest[0]).is_file(), words

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import firstnan
 from firstnan.script import main
 from tests.processes import python
 
@@ -392,3 +393,11 @@ def test_a_gradient_of_torch_func_is_checked(tmp_path, run):
     """
     done = run(write(tmp_path, loop=loop))
     assert done.returncode == 3 and "call 3 of autograd.grad" in done.err
+
+
+def test_version_and_help_name_the_commands(tmp_path):
+    version = python(tmp_path, "-m", "firstnan", "--version", text=True)
+    assert version.stdout == f"firstnan {firstnan.__version__}\n"
+    shown = python(tmp_path, "-m", "firstnan", "--help", text=True).stdout
+    text = " ".join(shown.split())
+    assert all(word in text for word in ("replay BUNDLE", "record FOLDER", "diff FOLDER"))
