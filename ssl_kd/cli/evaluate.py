@@ -71,9 +71,13 @@ def _evaluate(argv: Sequence[str]) -> int:
 
     from ssl_kd.cli.screen import print_result
 
-    print_result(_table(scores, axes), files)
+    print_result(_table(scores, axes), {})
+    for note in _notes(scores):
+        print(note)
     if len(scores) > 1 and all(row["few_shot"] is None for row in scores):
         print(_NO_RANKING)
+    for name, file in files.items():
+        print(f"{name}: {file}")
     return OK
 
 
@@ -189,6 +193,20 @@ def _table(scores: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> Table:
             cells.append(_percent(row["agreement"]))
         table.add_row(row["teacher"]["name"], *cells)
     return table
+
+
+def _notes(scores: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each remark on a probe, with the teacher unless it is that of all."""
+    teachers: dict[str, list[str]] = {}
+    for row in scores:
+        for probe in row["few_shot"] or []:
+            if probe["note"]:
+                line = f"{probe['shots']}-shot: {probe['note']}"
+                teachers.setdefault(line, []).append(row["teacher"]["name"])
+    return [
+        line if len(names) == len(scores) else f"{', '.join(names)}, {line}"
+        for line, names in teachers.items()
+    ]
 
 
 def _percent(share: float | None) -> str:

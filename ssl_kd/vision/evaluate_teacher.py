@@ -203,7 +203,9 @@ def scores_of(
         scores = {
             "knn_accuracy": evaluate.knn_accuracy(x, labels, *held_out),
             "linear_probe": _linear_probe(x, labels, held_out, protocol),
-            "few_shot": evaluate.few_shot_probes(x, labels, *held_out, seed=seed),
+            "few_shot": evaluate.few_shot_probes(
+                x, labels, *held_out, seed=seed, class_names=stores["train"].class_names
+            ),
         }
     about_lidar = {"value": None, "note": "a cache holds one view of each sample: add --views 8"}
     if views is not None:

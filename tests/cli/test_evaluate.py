@@ -29,6 +29,24 @@ def test_scores_are_printed_and_written_with_what_repeats_them(tmp_path, monkeyp
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_rare_class_is_named_below_the_table_and_in_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arrays = dict(np.load(features(tmp_path, "a.npz")))
+    rare = np.flatnonzero(arrays["labels"] == 2)[4:]
+    np.savez("b.npz", **{name: np.delete(array, rare, 0) for name, array in arrays.items()})
+    assert main(["evaluate", "--dataset", "b.npz", "--out", "scores.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    note = "1 of 3 classes have fewer than {} labeled samples and are left out: 2"
+    assert lines[-3:] == [
+        f"5-shot: {note.format(6)}",
+        f"10-shot: {note.format(11)}",
+        "Scores: scores.json",
+    ]
+    (row,) = json.loads((tmp_path / "scores.json").read_text())
+    assert [probe["left_out"] for probe in row["few_shot"]] == [[], ["2"], ["2"]]
+    assert min(probe["accuracy"] for probe in row["few_shot"]) > 0.9
+
+
 def test_several_values_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", "--dataset", "digits", "--image_size", "8,16"]) == 0

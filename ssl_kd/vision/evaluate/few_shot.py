@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ssl_kd.core.errors import first_few
 from ssl_kd.vision.evaluate.probe import fit_quietly
 from ssl_kd.vision.evaluate.sample import labeled_sample
 
@@ -26,6 +27,7 @@ def few_shot_probes(
     shots: Sequence[int] = SHOTS,
     draws: int = DRAWS,
     seed: int = 0,
+    class_names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Compute the accuracy of logistic regression on a few samples of each class.
 
@@ -33,7 +35,8 @@ def few_shot_probes(
     regression with C = 1 is fitted on them alone. Before, the mean of all training embeddings is
     subtracted, and all are divided by one number, their root mean square: distances keep their
     proportions, and no label is needed. Without held-out data, the accuracy is that on the training
-    samples that were not drawn.
+    samples that were not drawn. A class with too few labeled samples for a number of shots (as many
+    as the shots, and one more without held-out data) is left out of its training and test samples.
 
     Args:
         train_x: `[n, d]` embeddings.
@@ -43,12 +46,14 @@ def few_shot_probes(
         shots: Samples of each class, at least 1.
         draws: Number of draws for each number of shots, at least 1.
         seed: Seed of the draws.
+        class_names: Names of the labels 0, 1, ...; None: the labels themselves.
 
     Returns:
         For each number of shots a dict: `shots`, `accuracy` (mean over the draws), `deviation`
-        (standard deviation of a draw, None for one), `draws`, and `note`: None, why there is no
-        accuracy (a class has fewer labeled samples, or no held-out sample has a label), or how many
-        fits did not converge.
+        (standard deviation of a draw, None for one), `draws`, `left_out` (names of the classes with
+        too few labeled samples), and `note`: None, why there is no accuracy (fewer than two classes
+        are left, or no held-out sample has a label of them), which classes are left out, or how
+        many fits did not converge.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -63,36 +68,53 @@ def few_shot_probes(
         x = ((x - center) / scale).astype(np.float32)
         if held_out is not None:
             held_out = ((held_out[0] - center) / scale).astype(np.float32), held_out[1]
-    if held_out is not None and not len(held_out[0]):
-        why = "no held-out sample has a label"
-        return [
-            {"shots": n, "accuracy": None, "deviation": None, "draws": draws, "note": why}
-            for n in shots
-        ]
+    names = list(map(str, classes if class_names is None else np.array(class_names)[classes]))
     found = []
     for n in shots:
-        row: dict[str, Any] = {"shots": n, "accuracy": None, "deviation": None, "draws": draws}
         needed = n if held_out is not None else n + 1
-        if len(classes) < 2 or counts.min() < needed:
-            least = f"{counts.min()} labeled samples" if len(classes) else "no label"
-            found.append(row | {"note": f"a class has {least}; expected at least {needed}"})
+        used = classes[counts >= needed]
+        left_out = [name for name, count in zip(names, counts, strict=True) if count < needed]
+        row: dict[str, Any] = {"shots": n, "accuracy": None, "deviation": None, "draws": draws}
+        row |= {"left_out": left_out, "note": None}
+        found.append(row)
+        if len(used) < 2:
+            which = f"{len(used)} of {len(classes)} classes" if len(classes) else "no class"
+            row["note"] = f"{which} with {needed} or more labeled samples; expected at least 2"
             continue
+        of_used = np.isin(y, used)
+        sample_x, sample_y = x[of_used], y[of_used]
+        test = held_out
+        if test is not None:
+            of_used = np.isin(test[1], used)
+            test = test[0][of_used], test[1][of_used]
+            if not len(test[0]):
+                row["note"] = "no held-out sample has a label of a class that is not left out"
+                continue
         scores, stopped = [], 0
         classifier = LogisticRegression(max_iter=_MAX_ITER)
         for draw in range(draws):
             rng = np.random.default_rng([seed, n, draw])
             chosen = np.concatenate(
-                [rng.choice(np.flatnonzero(y == k), n, replace=False) for k in classes]
+                [rng.choice(np.flatnonzero(sample_y == k), n, replace=False) for k in used]
             )
-            test = held_out
+            stopped += not fit_quietly(classifier, sample_x[chosen], sample_y[chosen])
             if test is None:
-                others = np.setdiff1d(np.arange(len(y)), chosen)
+                others = np.setdiff1d(np.arange(len(sample_y)), chosen)
                 rows = rng.permutation(others)[:MAX_TEST]
-                test = x[rows], y[rows]
-            stopped += not fit_quietly(classifier, x[chosen], y[chosen])
-            scores.append(float(classifier.score(*test)))
-        deviation = float(np.std(scores, ddof=1)) if draws > 1 else None
-        row |= {"accuracy": float(np.mean(scores)), "deviation": deviation}
-        note = f"{stopped} of {draws} fits stopped after {_MAX_ITER} steps without convergence"
-        found.append(row | {"note": note if stopped else None})
+                scores.append(float(classifier.score(sample_x[rows], sample_y[rows])))
+            else:
+                scores.append(float(classifier.score(*test)))
+        row["accuracy"] = float(np.mean(scores))
+        row["deviation"] = float(np.std(scores, ddof=1)) if draws > 1 else None
+        notes = []
+        if left_out:
+            some = ", ".join(first_few(left_out, 10))
+            notes.append(
+                f"{len(left_out)} of {len(classes)} classes have fewer than {needed} labeled "
+                f"samples and are left out: {some}"
+            )
+        if stopped:
+            what = f"{stopped} of {draws} fits stopped after {_MAX_ITER} steps"
+            notes.append(f"{what} without convergence")
+        row["note"] = "; ".join(notes) or None
     return found

@@ -45,15 +45,15 @@ def test_without_held_out_data_the_other_training_samples_are_the_test():
     x, y = blobs(n=12, apart=30.0)
     one, five, _ = few_shot_probes(x, y)
     assert one["accuracy"] == 1
-    assert five["accuracy"] is None
-    assert five["note"] == "a class has 4 labeled samples; expected at least 6"
+    assert five["accuracy"] is None and five["left_out"] == ["0", "1", "2"]
+    assert five["note"] == "0 of 3 classes with 6 or more labeled samples; expected at least 2"
 
 
 @pytest.mark.parametrize(
-    ("y", "note"), [([-1] * 12, "a class has no label"), ([0] * 12, "a class has 12")]
+    ("y", "note"), [([-1] * 12, "no class with 2"), ([0] * 12, "1 of 1 classes with 2")]
 )
 def test_labels_that_are_too_few_are_explained(y, note):
-    rows = few_shot_probes(blobs(n=12)[0], np.array(y))
+    rows = few_shot_probes(blobs(n=12)[0], np.array(y), shots=[1])
     assert all(row["accuracy"] is None and row["note"].startswith(note) for row in rows)
 
 
@@ -93,7 +93,29 @@ def test_held_out_samples_without_labels_have_no_accuracy():
     x, y = blobs()
     rows = few_shot_probes(x, y, x, np.full(len(x), -1))
     assert [row["accuracy"] for row in rows] == [None, None, None]
-    assert {row["note"] for row in rows} == {"no held-out sample has a label"}
+    assert {row["note"] for row in rows} == {
+        "no held-out sample has a label of a class that is not left out"
+    }
+
+
+def test_a_rare_class_is_left_out_and_named_and_the_others_are_scored():
+    x, y = blobs(n=90, apart=30.0)
+    is_rare = y == 2
+    y[is_rare] = -1
+    y[np.flatnonzero(is_rare)[:4]] = 2
+    names = ["cat", "dog", "owl"]
+    one, five, _ = few_shot_probes(x, y, class_names=names)
+    assert one["left_out"] == [] and one["note"] is None
+    assert five["accuracy"] > 0.95 and five["left_out"] == ["owl"]
+    assert five["note"] == (
+        "1 of 3 classes have fewer than 6 labeled samples and are left out: owl"
+    )
+    assert five["accuracy"] == few_shot_probes(x[y != 2], y[y != 2])[1]["accuracy"] == 1
+    # Samples of the class that is left out are no part of the test either.
+    test_y = np.arange(90) % 3
+    held_out = few_shot_probes(x, y, blobs(n=90, apart=30.0, seed=1)[0], test_y, class_names=names)
+    assert held_out[1]["left_out"] == ["owl"] and held_out[1]["accuracy"] > 0.95
+    assert few_shot_probes(x, y, x, np.full(90, 2), shots=[5])[0]["accuracy"] is None
 
 
 def test_fits_that_do_not_converge_are_counted(monkeypatch):
