@@ -30,6 +30,7 @@ from ssl_kd_explore.explore import map_of, serve, write_site
 from ssl_kd_explore.explore.map_image import map_image
 from ssl_kd_explore.export import export
 from ssl_kd_explore.export.content import Content
+from ssl_kd_explore.selection_methods import METHODS
 
 TYPICAL = 8  # default number of samples that represent a cluster
 SHOWN = 30  # number of clusters that a notebook shows
@@ -304,6 +305,8 @@ class Run:
         Raises:
             InputError: `by` or a name is not known, or fewer than n samples remain.
         """
+        if by not in METHODS:
+            raise InputError(f"by is {by!r}; expected one of {', '.join(METHODS)}")
         names = self.samples.column("file", split).tolist()
         clusters, allowed = self._clusters_of(split)
         earlier = _rows_of(names, start)
@@ -311,7 +314,7 @@ class Run:
         if by == "balanced":
             confidence = self.samples.column("confidence", split)
             chosen = selection.balanced(clusters, confidence, n, **options)
-        elif by in ("typical", "diverse", "near"):
+        else:
             x = selection.directions(self.samples.store(split))
             if by == "typical":
                 chosen = selection.typical(x, n, seed=seed, **options)
@@ -320,8 +323,6 @@ class Run:
             else:
                 (query,) = _rows_of(names, [near or ""])
                 chosen = selection.near(x, x[query], n, **options)
-        else:
-            raise InputError(f"by is {by!r}; expected 'typical', 'diverse', 'balanced' or 'near'")
         return self._table_of(chosen.rows, names, clusters, split, score=chosen.scores)
 
     def held_out(self, share: float, split: str = "train", *, seed: int = 0) -> arrow.Table:

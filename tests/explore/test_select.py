@@ -9,6 +9,7 @@ import pytest
 from ssl_kd import Run
 from ssl_kd.cli import main
 from ssl_kd.core.errors import InputError
+from ssl_kd_explore.selection_methods import METHODS
 
 
 @pytest.fixture
@@ -116,5 +117,15 @@ def test_a_start_that_is_no_selection_is_refused(folder, tmp_path, capsys):
 
 
 def test_an_unknown_method_is_refused(folder):
-    with pytest.raises(InputError, match="by is 'random'; expected 'typical'"):
+    known = ", ".join(METHODS)
+    with pytest.raises(InputError, match=f"by is 'random'; expected one of {known}"):
         Run.open(folder).select(3, "random")
+
+
+def test_the_methods_of_the_command_are_those_of_run_select(folder):
+    run = Run.open(folder)
+    name = run.samples.column("file", "train").tolist()[0]
+    for method in METHODS:
+        near = name if method == "near" else None
+        assert len(run.select(2, method, near=near)) == 2
+        assert f"`{method}`" in str(Run.select.__doc__)

@@ -10,13 +10,7 @@ from pathlib import Path
 from ssl_kd.cli.flags import FlagParser, integer_from
 from ssl_kd.core.errors import OK, InputError
 from ssl_kd.core.settings.early import home_resolved, run_folder
-
-METHODS = {
-    "typical": "stand for many others: the centers of as many groups (default)",
-    "diverse": "far apart, so that no sample is far from all of them; outliers come first",
-    "balanced": "equally many of each cluster, the most certain first",
-    "near": "most similar to the sample that --near names",
-}
+from ssl_kd_explore.selection_methods import METHODS
 
 
 def select(argv: Sequence[str]) -> int:
