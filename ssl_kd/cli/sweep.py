@@ -13,7 +13,7 @@ from ssl_kd.cli.failures import guarded
 from ssl_kd.cli.flags import LANGUAGE_CONFIG, FlagParser, integer_from, resolve_settings
 from ssl_kd.cli.vision import share_of_process
 from ssl_kd.core.errors import FAILED, OK, InputError
-from ssl_kd.core.settings import RunSettings
+from ssl_kd.core.settings import RunSettings, SettingsError
 from ssl_kd.core.settings.early import check_dataset
 
 if TYPE_CHECKING:
@@ -94,8 +94,13 @@ def _plan(mode: str, name: str, grid: Grid, combinations: Mapping[str, Combinati
     same: dict[str, str] = {}  # settings -> the run that has them
     for run, own in combinations.items():
         flags = [*grid.flags, *flags_of(own)]
-        resolved[run], _ = resolve_settings(settings, flags, config, prog="ssl_kd sweep", **options)
-        resolved[run].check_recipe(mode)
+        try:
+            resolved[run], _ = resolve_settings(
+                settings, flags, config, prog="ssl_kd sweep", **options
+            )
+            resolved[run].check_recipe(mode)
+        except SettingsError as error:
+            raise SettingsError(f"{error}{_way_out(grid, run, own)}") from error
         values = resolved[run].to_dict()
         if mode == "train":
             check_dataset(values["DATASET"])
@@ -114,6 +119,17 @@ def _plan(mode: str, name: str, grid: Grid, combinations: Mapping[str, Combinati
     folder = Path(first.runs_dir) / name
     shared = shared_settings(first, swept)
     return Sweep(folder, mode, shared, combinations, groups, settings.free_on_resume)
+
+
+def _way_out(grid: Grid, run: str, own: Combination) -> str:
+    """Return what to do about settings of a run that do not fit together; empty without axes."""
+    if not grid.axes:
+        return ""
+    names = " and ".join(name.upper() for name in grid.axes)
+    text = f". This is the run {run} of the grid of {names}"
+    if len(own) > 1:
+        text += ": if not all combinations fit, give those that do in a CSV file, with --list FILE"
+    return f"{text}. A comma that belongs to a value is written \\,"
 
 
 def _threads(jobs: int) -> int:

@@ -56,7 +56,7 @@ class Grid:
         within a value. The text of an object in JSON is one value.
 
         Raises:
-            SettingsError: a setting is swept twice, or is one of those `refused`.
+            SettingsError: a setting is swept twice or has a value twice, or is one of `refused`.
         """
         axes: dict[str, tuple[str, ...]] = {}
         flags: list[str] = []
@@ -73,6 +73,11 @@ class Grid:
             if not equals:
                 text = words.pop(0)
             values = _values(settings, field, text)
+            if len(set(values)) < len(values):
+                raise SettingsError(
+                    f"{name} is {text}, with a value twice: give each value once. A comma that "
+                    "belongs to a value is written \\,"
+                )
             if len(values) == 1:
                 flags.append(f"{name}={values[0]}")
             elif field in _SHARED:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,44 @@ _SECONDS = 1.0  # between two looks at runs that other processes train
 
 
 @dataclass
+class _Memory:
+    """The memory of the host or of a GPU, and how much of it a run needs.
+
+    Attributes:
+        free: Returns the bytes that are free now.
+        before: Bytes that were free before the first of the runs that are trained now.
+        largest: Bytes that the largest run so far needed; 0 until that is known.
+    """
+
+    free: Callable[[], int]
+    before: int = 0
+    largest: int = 0
+
+    def has_room(self, n_running: int) -> bool:
+        """Return whether the memory holds another run of the size of the largest so far.
+
+        Runs that have just begun do not use their memory yet, so what was free before the first of
+        them must hold them all. Until the size of a run is known, a run is alone.
+        """
+        free = self.free()
+        if not n_running:
+            self.before = free
+            return True
+        each = _ROOM * self.largest
+        return each > 0 and free > each and self.before > each * (n_running + 1)
+
+    def measure(self, n_running: int) -> None:
+        """Take what is not free any more as the size of a run, if a single one is trained."""
+        if n_running == 1:
+            self.largest = max(self.largest, self.before - self.free())
+
+
+@dataclass
 class _Child:
     name: str
     process: subprocess.Popen[bytes]
     lock: Lock
-    gpu: str | None
+    gpu: str  # in CUDA_VISIBLE_DEVICES; empty for that of this process
     alone: bool
     begins: int  # of what it prints, in its log
     began: float = field(default_factory=time.monotonic)
@@ -66,8 +100,9 @@ def run_sweep(
 
     A run that shares no cache with an earlier one of `names` is trained alone first, and the others
     beside each other. How many are trained at once is at most `jobs`, and as many as the free
-    memory holds, by the largest run so far. One that fails beside others is tried once more alone.
-    A run that another process trains is left to it, and the call returns when that has ended, too.
+    memory of the host and of the GPUs holds, by the largest run so far. One that fails beside
+    others is tried once more alone. A run that another process trains is left to it, and the call
+    returns when that has ended, too.
     A failure is kept as `logs/RUN.failed.json`; what a run prints is in `logs/RUN.log`.
 
     Args:
@@ -100,8 +135,8 @@ class _Pool:
         self.gpus = gpus
         self.on_end = on_end
         self.running: dict[int, _Child] = {}
-        self.largest = 0  # bytes that a finished run needed
-        self.free = 0  # bytes of memory before the first of the runs that are trained now
+        self.memory = _Memory(lambda: free_memory(torch.device("cpu")))
+        self.gpu_memory = _gpu_memory(sweep, gpus) if jobs > max(1, len(gpus)) else {}
         self.signals: list[int] = []  # that arrived
         self.elsewhere: set[str] = set()  # runs that another process trained when they were due
         self.outcomes: list[Outcome] = []
@@ -131,11 +166,14 @@ class _Pool:
             if self.signals:
                 self._stop()
                 raise Interrupted(self.signals[0], None)
-            if waiting and len(self.running) < jobs and self._has_room():
-                if self._begin_one(waiting, alone=jobs == 1):
+            if waiting and len(self.running) < jobs and self.memory.has_room(len(self.running)):
+                gpu = self._gpu_with_room()
+                if gpu is not None and self._begin_one(waiting, gpu, alone=jobs == 1):
                     continue
                 if not self.running:
                     time.sleep(_SECONDS)
+            for gpu, memory in self.gpu_memory.items():
+                memory.measure(self._n_running(gpu))
             ended = self._next_exit()
             if ended is None:
                 time.sleep(_LOOK)
@@ -151,21 +189,24 @@ class _Pool:
         self.outcomes.append(outcome)
         self.on_end(outcome)
 
-    def _has_room(self) -> bool:
-        """Return whether the memory holds another run of the size of the largest so far.
+    def _n_running(self, gpu: str) -> int:
+        return [child.gpu for child in self.running.values()].count(gpu)
 
-        Runs that have just begun do not use their memory yet, so what was free before the first of
-        them must hold them all. Until a run has ended, its size is unknown, and it is alone.
+    def _gpu_with_room(self) -> str | None:
+        """Return the GPU with the fewest runs of those with room; None if none has room.
+
+        The result is empty if runs choose their GPU themselves, or use none.
         """
-        free = free_memory(torch.device("cpu"))
-        if not self.running:
-            self.free = free
-            return True
-        each = _ROOM * self.largest
-        return each > 0 and free > each and self.free > each * (len(self.running) + 1)
+        of_gpus = {gpu: self._n_running(gpu) for gpu in self.gpus or [""]}
+        fits = [
+            gpu
+            for gpu, n_running in of_gpus.items()
+            if gpu not in self.gpu_memory or self.gpu_memory[gpu].has_room(n_running)
+        ]
+        return min(fits, key=of_gpus.__getitem__, default=None)
 
-    def _begin_one(self, waiting: list[str], alone: bool) -> bool:
-        """Take the first run that no other process trains out of `waiting`, and start it.
+    def _begin_one(self, waiting: list[str], gpu: str, alone: bool) -> bool:
+        """Take the first run that no other process trains out of `waiting`, and start it on `gpu`.
 
         Return False if other processes train all of them.
         """
@@ -178,7 +219,7 @@ class _Pool:
                 lock.__exit__()
                 self._keep(Outcome(name, 0, 0.0))
             else:
-                self._start(name, lock, alone)
+                self._start(name, lock, gpu, alone)
             return True
         return False
 
@@ -203,16 +244,13 @@ class _Pool:
             return None
         return lock
 
-    def _start(self, name: str, lock: Lock, alone: bool) -> None:
+    def _start(self, name: str, lock: Lock, gpu: str, alone: bool) -> None:
         failure_file(self.sweep.folder, name).unlink(missing_ok=True)
         environment = dict(os.environ)
         for variables in LAUNCHERS.items():  # the run is not a rank of what launched this process
             for variable in variables:
                 environment.pop(variable, None)
-        gpu = None
-        if self.gpus:
-            used = [child.gpu for child in self.running.values()]
-            gpu = min(self.gpus, key=used.count)
+        if gpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             environment[variable] = str(self.sweep.threads)
@@ -242,7 +280,7 @@ class _Pool:
     def _outcome(self, child: _Child, code: int, usage: Any) -> tuple[_Child, Outcome]:
         """Return how a run ended, and keep the reason of a failure."""
         unit = 1 if sys.platform == "darwin" else 1024
-        self.largest = max(self.largest, usage.ru_maxrss * unit)
+        self.memory.largest = max(self.memory.largest, usage.ru_maxrss * unit)
         reason = ""
         if code == 0 and not is_finished(self.sweep.folder / child.name):
             code, reason = 1, "it ended without results"
@@ -263,6 +301,22 @@ class _Pool:
                     os.kill(pid, signal.SIGTERM)
             if self._next_exit() is None:
                 time.sleep(_LOOK)
+
+
+def _gpu_memory(sweep: Sweep, gpus: Sequence[str]) -> dict[str, _Memory]:
+    """Return GPU -> its memory; the only key is empty if all runs use one; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    if gpus:
+        numbers = {gpu: number for number, gpu in enumerate(gpus)}
+    else:
+        kind, _, number = str(sweep.shared.get("DEVICE", "auto")).partition(":")
+        numbers = {"": int(number or 0)} if kind in ("auto", "cuda") else {}
+    return {gpu: _Memory(partial(_free_on_gpu, number)) for gpu, number in numbers.items()}
+
+
+def _free_on_gpu(number: int) -> int:
+    return torch.cuda.mem_get_info(number)[0]
 
 
 @contextmanager

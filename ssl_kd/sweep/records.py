@@ -32,6 +32,7 @@ class Record:
         scores: shares are between 0 and 1, `seconds` those of the whole run.
         commit: the commit of the working tree that it ran in; None outside git.
         command: the command line that started it.
+        swept: settings that the sweep of the run varies, by UPPER_CASE names; empty without one.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Record:
     scores: Mapping[str, float]
     commit: str | None
     command: str
+    swept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,11 @@ def read_runs(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Record], li
     """
     records: list[Record] = []
     unfinished: list[Unfinished] = []
+    plans: dict[Path, Mapping[str, Any]] = {}  # folder of a sweep -> the settings of its runs
     for folder in _folders(paths):
         try:
             if is_finished(folder):
-                records.append(_record(folder))
+                records.append(_record(folder, plans))
                 continue
             failure = read_failure(folder.parent, folder.name)
             why = f"failed with code {failure[0]}: {failure[1]}" if failure else "not finished"
@@ -133,7 +136,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return [config.parent for config in configs if not config.parent.is_symlink()]
 
 
-def _record(folder: Path) -> Record:
+def _record(folder: Path, plans: dict[Path, Mapping[str, Any]]) -> Record:
     config, metrics = read_object(folder / "config.json"), read_object(folder / "metrics.json")
     mode = config.get("mode", "vision")
     scores = _student_scores(metrics) if mode == "language" else _cluster_scores(metrics)
@@ -146,7 +149,16 @@ def _record(folder: Path) -> Record:
         {n: float(v) for n, v in scores.items() if v is not None and math.isfinite(v)},
         config.get("commit"),
         config.get("command", ""),
+        _swept(folder.resolve(), plans),
     )
+
+
+def _swept(folder: Path, plans: dict[Path, Mapping[str, Any]]) -> frozenset[str]:
+    """Return the settings that the sweep of a run varies; its plan is added to `plans`."""
+    sweep = folder.parent
+    if sweep not in plans:
+        plans[sweep] = settings_of_runs(sweep) if (sweep / PLAN).exists() else {}
+    return frozenset(name.upper() for name in plans[sweep].get(folder.name, {}))
 
 
 def _cluster_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:

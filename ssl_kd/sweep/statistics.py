@@ -91,7 +91,8 @@ class Group:
 def grouped(records: Sequence[Record]) -> list[Group]:
     """Group runs that differ only in the seed, in the order of their first runs.
 
-    Settings that do not change the result, such as LOG_EVERY, are not compared.
+    Settings that do not change the result, such as LOG_EVERY, are compared only if a sweep varies
+    them.
 
     Raises:
         InputError: there are runs of `train` and of `distill`.
@@ -101,6 +102,7 @@ def grouped(records: Sequence[Record]) -> list[Group]:
         where = ", ".join(f"{path} is of mode {mode}" for mode, path in modes.items())
         raise InputError(f"A table has runs of one mode, but {where}: give one mode's runs")
     free = {name.upper() for mode in modes for name in _SETTINGS[mode].free_on_resume}
+    free -= {name for record in records for name in record.swept}
     names = dict.fromkeys(name for record in records for name in record.settings)
     differing = [
         name

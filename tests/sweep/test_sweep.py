@@ -128,6 +128,9 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(folder, capsys):
         (["--beta", "0.5,7"], "BETA is 7"),
         (["--beta", "0.5,0.50"], "beta-0.5 and beta-0.50 have the same settings"),
         (["--baselines", "true,True"], "have the same settings: give each value once"),
+        (["--seed", "0,1,0"], "with a value twice: give each value once. A comma"),
+        (["--loss", "temi,iic", "--beta", "0.5,0.6"], "the run loss-iic_beta-0.5 of the grid of"),
+        (["--loss", "temi,iic", "--beta", "0.5,0.6"], "in a CSV file, with --list FILE"),
         (["--beta", "0.5,0.6", "--dataset_test", "nowhere"], "nowhere"),
         (["--beta", "0.5"], "Nothing is swept"),
         (["--beta", "0.5,0.6", "--dataset", "nowhere"], "nowhere"),
@@ -298,15 +301,70 @@ def test_a_named_device_is_that_of_all_runs(folder, monkeypatch):
 
 
 def test_as_many_runs_begin_as_the_memory_holds_when_they_have_grown(monkeypatch):
-    monkeypatch.setattr(launch, "free_memory", lambda device: 250)
-    plan: Any = None  # is not used
-    pool: Any = launch._Pool(plan, 4, (), print)
+    memory = launch._Memory(lambda: 250)
     allowed = []
-    for pool.largest in (0, 100):
-        for n_running in range(3):
-            pool.running = dict.fromkeys(range(n_running))
-            allowed.append(pool._has_room())
+    for memory.largest in (0, 100):
+        allowed += [memory.has_room(n_running) for n_running in range(3)]
     assert allowed == [True, False, False, True, True, False]
+
+
+class Running:
+    """Stands in for a run that is trained on a GPU."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+
+def pool_with_gpus(monkeypatch, free, gpus, device="auto", jobs=8):
+    """A sweep on GPUs with `free` bytes each, a list that a test changes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 1000))
+    plan = Sweep(Path(), "train", {"DEVICE": device}, {}, {})
+    return launch._Pool(plan, jobs, gpus, print)
+
+
+def test_as_many_runs_begin_as_the_memory_of_the_gpu_holds(monkeypatch):
+    free = [1000]
+    pool: Any = pool_with_gpus(monkeypatch, free, ())
+    assert pool._gpu_with_room() == ""  # this process has chosen the GPU
+    pool.running = {1: Running("")}
+    assert pool._gpu_with_room() is None  # its size is unknown
+    for free[0] in (900, 700, 750):
+        pool.gpu_memory[""].measure(1)
+    assert pool.gpu_memory[""].largest == 300
+    pool.gpu_memory[""].measure(2)  # not of one run
+    assert pool._gpu_with_room() == ""
+    pool.running[2] = Running("")
+    free[0] = 400
+    assert pool._gpu_with_room() is None  # 1000 bytes do not hold three runs of 360
+    pool.running = {}
+    assert pool._gpu_with_room() == ""
+
+
+def test_a_run_gets_a_gpu_with_room(monkeypatch):
+    free = [1000, 1000]
+    pool: Any = pool_with_gpus(monkeypatch, free, ("4", "7"))
+    assert pool._gpu_with_room() == "4"
+    pool.running = {1: Running("4")}
+    assert pool._gpu_with_room() == "7"
+    pool.running[2] = Running("7")
+    free[:] = [900, 200]
+    for memory in pool.gpu_memory.values():
+        memory.measure(1)
+    assert pool._gpu_with_room() == "4"
+    free[0] = 50  # another user's process has come
+    assert pool._gpu_with_room() is None
+
+
+@pytest.mark.parametrize(
+    ("device", "jobs", "known"),
+    [("auto", 2, [""]), ("cuda:1", 2, [""]), ("cpu", 2, []), ("mps", 2, []), ("auto", 1, [])],
+)
+def test_a_gpu_is_looked_at_if_runs_share_it(monkeypatch, device, jobs, known):
+    pool: Any = pool_with_gpus(monkeypatch, [1000, 500], (), device, jobs)
+    assert list(pool.gpu_memory) == known
+    if device == "cuda:1":
+        assert pool.gpu_memory[""].free() == 500
 
 
 def test_runs_stop_if_the_sweep_itself_fails(folder):

@@ -52,6 +52,21 @@ def table_of(folder, **options):
     return RunTable.of(*read_runs([folder]), **options)
 
 
+def test_a_setting_that_changes_no_result_is_a_group_if_the_sweep_varies_it(tmp_path):
+    runs = {f"log_every-{n}_seed-{s}": {"log_every": f"{n}", "seed": f"{s}"} for n, s in
+            [(5, 0), (5, 1), (20, 0), (20, 1)]}  # fmt: skip
+    for name, own in runs.items():
+        write_run(
+            tmp_path / name, LOG_EVERY=int(own["log_every"]), SEED=int(own["seed"]), acc=0.5,
+            REPORT_TO=name,
+        )  # fmt: skip
+    assert len(table_of(tmp_path).groups) == 1
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+    groups = table_of(tmp_path).groups
+    assert [group.settings for group in groups] == [{"LOG_EVERY": 5}, {"LOG_EVERY": 20}]
+    assert [len(group.records) for group in groups] == [2, 2]
+
+
 def test_scores_are_those_of_the_answer_on_held_out_data(folder):
     record = read_runs([folder / "0.5_0"])[0][0]
     assert record.scores == {
