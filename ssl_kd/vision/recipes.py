@@ -55,8 +55,9 @@ _TEMI_DIFFERS = (
     "The EMA teacher follows with 0.9 a step, in the paper with 0.996; the learning rate falls to 0"
     " along a cosine, in the paper it stays after the warm-up.",
     "The answer here is a vote of the better half of the heads, by a criterion without labels, and"
-    " all heads then learn it; the official code evaluates the head with the lowest loss at each"
-    " checkpoint, and takes the checkpoint with the best accuracy on held-out labels.",
+    " all heads then learn it for as many epochs again; the official code evaluates the head of the"
+    " lowest loss at each checkpoint, and reports the best accuracy of all checkpoints on held-out"
+    " labels.",
     "An image is resized to 248 pixels here and cropped to 224, timm's values for this teacher; the"
     " official code resizes it to 224, or for ImageNet to 256 with a crop.",
     "Not run here: neither the data nor the weights were available.",
