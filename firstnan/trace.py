@@ -19,6 +19,7 @@ import os
 import platform
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +104,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, file: Path, steps: int) -> None:
         super().__init__()
         self.n_operations, self.updates = 0, 0
+        self.is_compiled = False  # whether a model was given to torch.compile, which is off here
         self._steps = steps
         self._file = file.open("x", encoding="utf-8")
         self._pending: list[dict[str, Any]] = []  # lines of the step, with digests on the device
@@ -133,7 +135,13 @@ class Trace(TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_update),
         ]
         try:
-            with stance("force_eager") if stance else contextlib.nullcontext(), self:
+            with (
+                stance("force_eager") if stance else contextlib.nullcontext(),
+                warnings.catch_warnings(),
+                self,
+            ):
+                # Hooks of a compiled module and of the module in it are told apart by their names.
+                warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are")
                 yield
         finally:
             for hook in hooks:
@@ -167,6 +175,7 @@ class Trace(TorchDispatchMode):
             same = [t for t in self._titles.values() if t.partition("#")[0] == title]
             self._titles[root] = f"{title}#{len(same) + 1}" if same else title
             self._names[root] = {m: _plain_name(name) for name, m in root.named_modules()}
+        self.is_compiled |= any(hasattr(m, "_orig_mod") for m in root.modules())
         title = self._titles[root]
         for name, x in itertools.chain(root.named_parameters(), root.named_buffers()):
             self._weights[_key(x)] = self._by_id[id(x)] = f"{title}.{_plain_name(name)}"
@@ -447,4 +456,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     finally:
         what = f"{trace.updates} updates, {trace.n_operations:,} operations"
-        print(f"recorded: {what}, in {options.out}", file=sys.stderr)
+        compiled = "; torch.compile was off" if trace.is_compiled else ""
+        print(f"recorded: {what}, in {options.out}{compiled}", file=sys.stderr)

@@ -177,6 +177,35 @@ def test_a_recorded_run_has_the_same_losses(tmp_path):
     assert bad.returncode == 2 and "holds no recording of rank 0" in bad.stderr
 
 
+COMPILED = """
+import sys
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(net.parameters())
+called = torch.compile(net) if "compile" in sys.argv else net
+for _ in range(3):
+    optimizer.zero_grad()
+    called(torch.randn(6, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_compiled_model_is_recorded_without_compiling(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    script = tmp_path / "train.py"
+    script.write_text(COMPILED)
+    for name in ("plain", "compile"):
+        assert trace.main([str(tmp_path / name), str(script), name]) == 0
+        said = "torch.compile was off" in capsys.readouterr().err
+        assert said == (name == "compile")
+    assert compared(tmp_path / "plain", tmp_path / "compile") is None
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
