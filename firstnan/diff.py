@@ -31,7 +31,8 @@ from firstnan.trace import FORMAT
 _ROUNDING = {"float64": 2e-15, "float32": 1e-6, "float16": 8e-3, "bfloat16": 6e-2}
 _NAMED = 4  # operations that are listed
 _GROWTH = 4  # how much an operation may increase a difference that rounding made
-_OF_RANKS = 1e-3  # relative difference of gradients that another order of summation explains
+_OF_SUMS = 1e-3  # relative difference of gradients that another order of summation explains
+_ALIKE = 0.75  # share of operations in pairs, below which two programs are compared by gradients
 _FACTORS = {"mul": "multiplies", "div": "divides"}
 
 Digest = Mapping[str, Any]
@@ -188,8 +189,8 @@ class Comparison:
 
     def first(self) -> Difference | None:
         """Return the first difference; None if there is none."""
-        if self.a.about["world_size"] != self.b.about["world_size"]:
-            return self._between_world_sizes()
+        if self.gradients_alone:
+            return self._of_gradients()
         for x, y in self.pairs:
             if not self.same(x, y) and not self._is_rounding(x, y):
                 return self._missing_gradient(x) or self._explain(x, y)
@@ -343,28 +344,69 @@ class Comparison:
             return f"another kernel: {'; '.join(facts)}"
         return "the same operation on the same inputs: a kernel that is not deterministic"
 
-    def _between_world_sizes(self) -> Difference | None:
-        """Compare the gradients, which are means over the batches of all ranks."""
-        sizes = [run.about["world_size"] for run in (self.a, self.b)]
-        for x, y in [(x, y) for x, y in self.pairs if x.op == "gradients"]:
+    @property
+    def gradients_alone(self) -> str:
+        """Why gradients alone are compared; empty if all operations are."""
+        if self.a.about["world_size"] != self.b.about["world_size"]:
+            return "the numbers of ranks differ"
+        fewer = min(sum(not x.is_view for x in run.operations) for run in (self.a, self.b))
+        return "the programs differ" if len(self.pairs) < _ALIKE * fewer else ""
+
+    def _of_gradients(self) -> Difference | None:
+        """Compare the gradients that the updates get, by the names of the weights.
+
+        They are means over the batches of all ranks, and any program has them.
+        """
+        of_a, of_b = (
+            {op.step: op for op in run.operations if op.op == "gradients"}
+            for run in (self.a, self.b)
+        )
+        for step in sorted(of_a.keys() & of_b.keys()):
+            x, y = of_a[step], of_b[step]
+            pairs = _by_name(x.names, y.names)
+            if not pairs:
+                cause = "no weight has the same name in both runs"
+                return Difference("gradient", cause, x, y)
             unequal = [
-                (name, one, other)
-                for name, one, other in zip(x.names, x.outputs, y.outputs, strict=False)
-                if relative_difference(one, other) > _OF_RANKS
+                (x.names[i], x.outputs[i], y.outputs[j])
+                for i, j in pairs
+                if relative_difference(x.outputs[i], y.outputs[j]) > (self.tolerance or _OF_SUMS)
             ]
-            if not unequal:
-                continue
-            found = [ratio_of(one, other) for _, one, other in unequal]
-            ratios = [ratio for ratio in found if ratio is not None]
-            lines = [("weights", _listed([name for name, *_ in unequal]))]
-            cause = "gradients are not those of the same batch, or are not averaged over ranks"
-            if len(ratios) == len(found) and max(ratios) - min(ratios) <= 0.01 * max(ratios):
-                ratio = max(ratios)
-                cause = f"gradients in B are {ratio:.4g} times those in A"
-                if math.isclose(max(ratio, 1 / ratio), max(sizes) / min(sizes), rel_tol=0.01):
-                    cause += ": a sum over ranks is not divided by their number, or is twice"
-            return Difference("gradient", cause, x, y, None, lines)
+            if unequal:
+                return self._of_unequal(x, y, unequal)
         return None
+
+    def _of_unequal(
+        self, x: Operation, y: Operation, unequal: Sequence[tuple[str, Digest, Digest]]
+    ) -> Difference:
+        sizes = [run.about["world_size"] for run in (self.a, self.b)]
+        found = [ratio_of(one, other) for _, one, other in unequal]
+        ratios = [ratio for ratio in found if ratio is not None]
+        lines = [("compared", f"gradients alone, because {self.gradients_alone}")]
+        lines += [("weights", _listed([name for name, *_ in unequal]))]
+        lines += [("values", _in_words(*unequal[0][1:]))]
+        cause = "other gradients: another batch, another loss, or no mean over the ranks"
+        if len(ratios) == len(found) and max(ratios) - min(ratios) <= 0.01 * max(ratios):
+            ratio = max(ratios)
+            cause = f"gradients in B are {ratio:.4g} times those in A"
+            of_ranks = max(sizes) / min(sizes)
+            if of_ranks > 1 and math.isclose(max(ratio, 1 / ratio), of_ranks, rel_tol=0.01):
+                cause += ": a sum over ranks is not divided by their number, or is twice"
+        return Difference("gradient", cause, x, y, None, lines)
+
+
+def _by_name(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
+    """Pair weights by name, or where one name is the end of the other after a point."""
+    pairs = []
+    rest = dict(enumerate(b))
+    for i, name in enumerate(a):
+        for j, other in rest.items():
+            long, short = (name, other) if len(name) >= len(other) else (other, name)
+            if long == short or long.endswith(f".{short}"):
+                pairs.append((i, j))
+                del rest[j]
+                break
+    return pairs
 
 
 def _rounding(operations: Sequence[Operation]) -> list[float]:
@@ -645,11 +687,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = way.get(tolerance, f"within {tolerance}")
     steps = max((x.step for x, _ in comparison.pairs if x.direction == "update"), default=0)
     what = f"{len(comparison.pairs):,} operations"
-    if a.about["world_size"] != b.about["world_size"]:
-        what, words = (
-            "gradients, which alone are the same on any number of ranks",
-            f"within {_OF_RANKS}",
-        )
+    if comparison.gradients_alone:
+        what = f"gradients alone, because {comparison.gradients_alone}"
+        words = f"within {tolerance or _OF_SUMS}"
     print(f"no difference: {what}, {steps} updates, {words}")
     return OK
 

@@ -177,6 +177,36 @@ def test_a_recorded_run_has_the_same_losses(tmp_path):
     assert bad.returncode == 2 and "holds no recording of rank 0" in bad.stderr
 
 
+REGRESSION = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    x, y = torch.randn(6, 8), torch.randn(6)
+    rows = (net(x)[:, 0] - y).square()
+    optimizer.zero_grad()
+    loss = LOSS
+    loss.backward()
+    optimizer.step()
+"""
+LOOPED = "sum(torch.sqrt(1e-9 + (net(r).sum() - t).abs() ** 4) for r, t in zip(x, y)) / 6"
+
+
+def test_two_programs_are_compared_by_their_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    for name, loss in (("mean", "rows.mean()"), ("sum", "rows.sum()"), ("loop", LOOPED)):
+        (tmp_path / f"{name}.py").write_text(REGRESSION.replace("LOSS", loss))
+        assert trace.main([str(tmp_path / name), str(tmp_path / f"{name}.py")]) == 0
+    same = Comparison(*(Recording.read(tmp_path / name, 0) for name in ("mean", "loop")))
+    assert same.gradients_alone == "the programs differ" and same.first() is None
+    found = compared(tmp_path / "loop", tmp_path / "sum")
+    assert found is not None and found.cause == "gradients in B are 6 times those in A"
+
+
 COMPILED = """
 import sys
 
