@@ -57,8 +57,14 @@ class Operation:
 
     @classmethod
     def of(cls, number: int, line: Mapping[str, Any]) -> Operation:
-        """Return the operation of a line."""
+        """Return the operation of a line; the weights of an update are in the order of names."""
         names = line.get("names", [line["name"]] if line.get("name") else [])
+        names = [name.partition(".")[2] or name for name in names]
+        order = sorted(range(len(names)), key=names.__getitem__)
+        inputs, outputs = line.get("inputs", []), line["outputs"]
+        if "names" in line:
+            outputs = [outputs[i] for i in order]
+            inputs = [inputs[i] for i in order] if len(inputs) == len(names) else inputs
         return cls(
             number,
             line["step"],
@@ -67,9 +73,9 @@ class Operation:
             line["module"],
             line["line"],
             line.get("args", {}),
-            line.get("inputs", []),
-            line["outputs"],
-            [name.partition(".")[2] or name for name in names],
+            inputs,
+            outputs,
+            [names[i] for i in order],
             line.get("random", False),
             "view" in line,
         )
@@ -223,7 +229,7 @@ class Comparison:
         least = max((_usual(output) for outputs in terms for output in outputs), default=0.0)
         least = 0.0 if x.op.rstrip("_") in ("mul", "div") else least
         for i, (one, other) in enumerate(zip(x.outputs, y.outputs, strict=False)):
-            is_equal = one["dtype"] == other["dtype"] and one.get("bits") == other.get("bits")
+            is_equal = all(one.get(k) == other.get(k) for k in ("shape", "dtype", "bits"))
             if not is_equal and relative_difference(one, other, least) > tolerance:
                 yield i
 
