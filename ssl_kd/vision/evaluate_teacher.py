@@ -20,6 +20,7 @@ from ssl_kd.vision.assignments import JUDGED_ROWS
 from ssl_kd.vision.augmented import embed_views
 from ssl_kd.vision.cache.embeddings import EmbeddingStore
 from ssl_kd.vision.data import ImageDataset
+from ssl_kd.vision.evaluate import knn, rank
 from ssl_kd.vision.evaluate.agreement import MAX_ROWS
 from ssl_kd.vision.evaluate.sample import random_rows
 from ssl_kd.vision.evaluate.sgd_probe import STEPS
@@ -219,7 +220,10 @@ def scores_of(
         "lidar": about_lidar,
         "protocol": {
             "seed": seed,
+            "knn": {"k": knn.K, "temperature": knn.TEMPERATURE},
             "probe": protocol.probe,
+            "alpha_req_ranks": list(rank.FITTED_RANKS),
+            "lidar_delta": rank.DELTA,
             "views": None if views is None else list(views.shape[:2]),
         },
     }

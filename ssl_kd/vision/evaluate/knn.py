@@ -5,14 +5,16 @@ from numpy.typing import NDArray
 
 from ssl_kd.vision.evaluate.sample import labeled_sample
 
+K, TEMPERATURE = 20, 0.07  # as in DINO's code
+
 
 def knn_accuracy(
     train_x: NDArray,
     train_y: NDArray,
     test_x: NDArray | None = None,
     test_y: NDArray | None = None,
-    k: int = 20,
-    temperature: float = 0.07,
+    k: int = K,
+    temperature: float = TEMPERATURE,
     *,
     seed: int = 0,
     max_train: int = 100_000,

@@ -60,10 +60,10 @@ def sgd_probe(
 
     Returns:
         A dict: `accuracy` in [0, 1] of the chosen rate, trained on all training rows; `rate`, the
-        chosen one; `as_dinov2`, the highest accuracy of all rates; `rates`, a list of dicts with
-        `rate`, `validation` and `accuracy` (None where the classifier diverged); `rows`, `steps`,
-        `batch_size`, `epochs`; and `note`, one sentence on deviations, or None. Accuracies are None
-        without a probe, and `note` says why.
+        chosen one, and its `validation` accuracy; `as_dinov2`, the highest accuracy of all rates;
+        `rates`, a list of dicts with `rate`, `validation` and `accuracy` (None where the classifier
+        diverged); `rows`, `steps`, `batch_size`, `epochs`; and `note`, one sentence on deviations,
+        or None. Accuracies are None without a probe, and `note` says why.
 
     References:
         Oquab et al., DINOv2: Learning Robust Visual Features without Supervision, 2023; the
@@ -82,7 +82,7 @@ def sgd_probe(
         "epochs": steps * batch_size / max(parts.rows, 1),
     }
     if parts.problem is not None:
-        nothing = {"accuracy": None, "rate": None, "as_dinov2": None, "rates": []}
+        nothing = dict.fromkeys(("accuracy", "rate", "validation", "as_dinov2")) | {"rates": []}
         return nothing | about | {"note": parts.problem}
     classes, codes = np.unique(parts.y, return_inverse=True)
     # A class that is not trained on is none of the classifier's: it is always wrong.
@@ -116,6 +116,7 @@ def sgd_probe(
     return {
         "accuracy": None if best is None else best["accuracy"],
         "rate": None if best is None else best["rate"],
+        "validation": None if best is None else best["validation"],
         "as_dinov2": max((row["accuracy"] for row in usable), default=None),
         "rates": rows,
         **about,
