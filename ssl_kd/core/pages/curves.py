@@ -72,8 +72,8 @@ def mark_events(
 ) -> None:
     """Mark the guard's events on drawn curves.
 
-    An event is on the curve of its part, or on the median of all curves. Events of a curve that are
-    closer than a hundredth of the steps share a mark.
+    An event is on the curve of its part, or on the median of all curves; where that has a gap, on
+    the axis. Events of a curve that are closer than a hundredth of the steps share a mark.
 
     Args:
         axes: has the curves.
@@ -84,20 +84,22 @@ def mark_events(
     """
     columns = column_of_part or {}
     curves: dict[int | None, NDArray] = {None: medians(values)}
-    marks: dict[tuple[int | None, int], tuple[float, float]] = {}
+    marks: dict[tuple[int | str | None, int], tuple[float, float]] = {}
     low, high = axes.get_ylim()
     for event in events:
         column, step = columns.get(str(event.get("part"))), event.get("step")
+        if not finite(step):
+            continue
         curve = curves.setdefault(column, values[:, column or 0])
-        known = np.isfinite(curve)
-        if finite(step) and known.any():
-            height = float(np.clip(np.interp(step, steps[known], curve[known]), low, high))
-            place = column, round(_MARKS * step / max(steps[-1], 1))
-            marks.setdefault(place, (step, height))
+        height = float(np.interp(step, steps, curve))  # NaN beside a value that is
+        where: int | str | None = column
+        if not finite(height):
+            where, height = "axis", low
+        place = where, round(_MARKS * step / max(steps[-1], 1))
+        marks.setdefault(place, (step, min(max(height, low), high)))
     if marks:
-        label = (
-            "1 event of the guard" if len(events) == 1 else f"{len(events):,} events of the guard"
-        )
+        plural = "" if len(events) == 1 else "s"
+        label = f"{len(events):,} event{plural} of the guard"
         axes.plot(*zip(*marks.values(), strict=True), color=WARNING, marker="v", ms=6.5, ls="none",
                   mec=CARD, mew=0.8, label=label, clip_on=False, zorder=5)  # fmt: skip
 

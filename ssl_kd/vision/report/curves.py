@@ -44,7 +44,7 @@ def head_curves(
             axes.plot([], [], color=MUTED, alpha=0.5, label=f"{len(others)} others")
         mark_events(axes, events, x, loss, {f"head {i}": i for i in range(loss.shape[1])})
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(loc="upper right", labelcolor=MUTED)
+            axes.legend(loc="best", labelcolor=MUTED)
         axes.set_ylabel("loss")
 
     return svg(draw, SIZE, "loss of each head over the training steps")
