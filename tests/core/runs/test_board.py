@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from firstnan.events import Event, EventLog
 from ssl_kd.core.errors import Interrupted, UserError
@@ -212,7 +213,9 @@ def marks(path):
     return {step: "\n\n".join(of_step) for step, of_step in texts.items()}
 
 
-def test_a_resumed_run_hides_records_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_hides_records_after_its_checkpoint(tmp_path, monkeypatch):
+    # Files of one second are read in the order of their numbers as texts, 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with Board(tmp_path, {"tensorboard"}) as board:
         for step in (10, 20, 30, 40):
             board.log(step, {"ce": step})
