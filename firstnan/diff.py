@@ -33,6 +33,7 @@ _NAMED = 4  # operations that are listed
 _GROWTH = 4  # how much an operation may increase a difference that rounding made
 _OF_SUMS = 1e-3  # relative difference of gradients that another order of summation explains
 _ALIKE = 0.75  # share of operations in pairs, below which two programs are compared by gradients
+_SHORT = 4  # operations of one run alone among which one is named as the cause
 _FACTORS = {"mul": "multiplies", "div": "divides"}
 
 Digest = Mapping[str, Any]
@@ -48,10 +49,14 @@ class Operation:
     direction: str  # before, forward, backward or update
     module: str
     line: str
+    node: str  # of autograd, in the backward pass
     args: dict[str, Any]
     inputs: list[list[Any]]  # number of the operation, shape, stride, offset
+    given: list[str]  # the argument of each input
     outputs: list[Digest]
     names: list[str]  # of weights, within the model: its class may have another name
+    held: set[str]  # names of all weights of an optimizer
+    settings: dict[str, dict[str, Any]]  # of an optimizer, for each weight
     is_random: bool
     is_view: bool
 
@@ -59,7 +64,6 @@ class Operation:
     def of(cls, number: int, line: Mapping[str, Any]) -> Operation:
         """Return the operation of a line; the weights of an update are in the order of names."""
         names = line.get("names", [line["name"]] if line.get("name") else [])
-        names = [name.partition(".")[2] or name for name in names]
         order = sorted(range(len(names)), key=names.__getitem__)
         inputs, outputs = line.get("inputs", []), line["outputs"]
         if "names" in line:
@@ -72,10 +76,14 @@ class Operation:
             line["pass"],
             line["module"],
             line["line"],
+            line.get("node", ""),
             line.get("args", {}),
             inputs,
+            line.get("given", []),
             outputs,
-            [names[i] for i in order],
+            [_within(names[i]) for i in order],
+            {_within(name) for name in line.get("held", [])},
+            {_within(name): own for name, own in line.get("settings", {}).items()},
             line.get("random", False),
             "view" in line,
         )
@@ -86,7 +94,9 @@ class Operation:
         if self.direction == "update":
             return "update", "gradients" if self.op == "gradients" else "optimizer"
         if self.direction == "before":
-            return "before", self.op
+            output = self.outputs[0]
+            kind = "".join(c for c in output["dtype"] if c.isalpha())  # float, int or bool
+            return "before", self.op, kind, str(len(output["shape"]))
         return self.direction, self.module.partition(".")[2], self.op.rstrip("_")
 
     @property
@@ -101,9 +111,19 @@ class Operation:
 
     def __str__(self) -> str:
         """Return a line such as `mul, forward, in Net.norm (train.py:12)`."""
+        if self.direction in ("before", "update"):
+            names = f" {_listed(self.names, 1)}" if self.names else ""
+            return (
+                f"{self.op}{' of' * bool(names and self.op != 'weight')}{names}, {self.direction}"
+            )
         where = f", in {self.module}" if self.module else ""
         line = f" ({self.line})" if self.line else ""
         return f"{self.op}, {self.direction}{where}{line}"
+
+
+def _within(name: str) -> str:
+    """Return the name of a weight within its model, without the name of the model's class."""
+    return name.partition(".")[2] or name
 
 
 @dataclass
@@ -173,7 +193,8 @@ class Difference:
         if self.seen is not None:
             a, b = self.seen
             rows.append(("seen in", f"{a}: {_values_in_words(a, b)}"))
-        return "\n".join(f"{name:<11}{text}" for name, text in rows)
+        width = max(len(name) for name, _ in rows) + 2
+        return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
 
 
 class Comparison:
@@ -199,7 +220,7 @@ class Comparison:
             return self._of_gradients()
         for x, y in self.pairs:
             if not self.same(x, y) and not self._is_rounding(x, y):
-                return self._missing_gradient(x) or self._explain(x, y)
+                return self._gradient_missing_before(x) or self._explain(x, y)
         alone = [x for x in self.a.operations if x.number not in self._b_of]
         alone += [x for x in self.b.operations if x.number not in self._a_of]
         updates = [x for x in alone if x.direction == "update"]
@@ -222,7 +243,7 @@ class Comparison:
             tolerance = max(self._noise_a[x.number], self._noise_b[y.number])
         if x.key == ("update", "optimizer") and tolerance:
             # Adam turns the rounding of a gradient near 0 into a whole step.
-            yield from [0] * bool(x.op != y.op or _changed(x.args, y.args))
+            yield from [0] * bool(x.op != y.op or _changed(x.settings, y.settings))
             return
         # Where terms cancel, as in a mean near 0, the error is relative to the terms.
         terms = [self.a.operations[number].outputs for number, *_ in x.inputs if tolerance]
@@ -230,7 +251,8 @@ class Comparison:
         least = 0.0 if x.op.rstrip("_") in ("mul", "div") else least
         for i, (one, other) in enumerate(zip(x.outputs, y.outputs, strict=False)):
             is_equal = all(one.get(k) == other.get(k) for k in ("shape", "dtype", "bits"))
-            if not is_equal and relative_difference(one, other, least) > tolerance:
+            is_near = tolerance > 0 and relative_difference(one, other, least) <= tolerance
+            if not is_equal and not is_near:
                 yield i
 
     def _is_rounding(self, x: Operation, y: Operation) -> bool:
@@ -256,47 +278,74 @@ class Comparison:
         """Trace the first pair whose results differ back to what differs."""
         if x.direction == "before":
             return _before(x, y)
-        places = range(min(len(x.inputs), len(y.inputs)))
-        if x.op == "gradients":  # each is an input and an output
-            places = list(self._unequal(x, y))
-        for i in places:
-            if found := self._of_input(x.inputs[i], y.inputs[i], x, y):
-                return found
         if x.op == "gradients":
-            i = places[0]
-            lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
-            cause = "the gradient was changed by what is not recorded, or holds an earlier one"
-            return Difference("gradient", cause, x, y, None, lines)
+            return self._of_a_gradient(x, y)
+        alike = Counter(x.given) == Counter(y.given)
+        for one, other in zip(x.inputs, y.inputs, strict=True) if alike else ():
+            if found := self._of_input(one, other, x, y):
+                return found
         if x.op != y.op:
             return Difference("operation", f"{x.op} in A, {y.op} in B", x, y)
+        if x.direction == "update":
+            return self._of_an_update(x, y)
+        if not alike:
+            lines = [
+                (f"given in {side}", _listed(op.given, 9)) for side, op in (("A", x), ("B", y))
+            ]
+            odd = Counter(x.given) - Counter(y.given) or Counter(y.given) - Counter(x.given)
+            which = "A" if Counter(x.given) - Counter(y.given) else "B"
+            cause = f"{which} alone gives it {', '.join(odd)}"
+            return Difference("arguments", cause, x, y, None, lines)
         if changed := _changed(x.args, y.args):
             lines = [(name, f"{one} in A, {other} in B") for name, one, other in changed]
-            if x.direction == "update":
-                return Difference("settings", "other settings of the optimizer", x, y, None, lines)
             return Difference("arguments", _of_arguments(x, changed), x, y, None, lines)
         if x.is_random:
             cause = "other random numbers: another seed, or other numbers were drawn before"
             return Difference("random numbers", cause, x, y)
         i = next(self._unequal(x, y), 0)
         lines = [("values", _in_words(x.outputs[i], y.outputs[i]))]
-        if x.direction == "update":
-            cause = "other state of the optimizer, as moments or a step count, or other weights"
-            return Difference("state", cause, x, y, None, lines)
         if (dtypes := _dtypes(x)) != _dtypes(y):
             cause = f"another dtype: {dtypes} in A, {_dtypes(y)} in B"
             return Difference("dtype", cause, x, y, None, lines)
         return Difference("result", self._of_result(x, y), x, y, None, lines)
 
-    def _missing_gradient(self, op: Operation) -> Difference | None:
+    def _of_an_update(self, x: Operation, y: Operation) -> Difference:
+        """Explain an optimizer's result from the same gradients."""
+        by_setting: dict[tuple[str, str, str], list[str]] = {}
+        for name in x.names:
+            for setting, one, other in _changed(x.settings.get(name, {}), y.settings.get(name, {})):
+                by_setting.setdefault((setting, f"{one}", f"{other}"), []).append(name)
+        if by_setting:
+            lines = [
+                (setting, f"{one} in A, {other} in B, for {_listed(names)}")
+                for (setting, one, other), names in by_setting.items()
+            ]
+            return Difference("settings", "other settings of the optimizer", x, y, None, lines)
+        i = next(self._unequal(x, y), 0)
+        lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
+        cause = (
+            "other state of the optimizer, as moments or a step count, other code of its step, or "
+            "weights that were changed before"
+        )
+        return Difference("state", cause, x, y, None, lines)
+
+    def _of_a_gradient(self, x: Operation, y: Operation) -> Difference:
+        """Explain a gradient that an update gets."""
+        if found := _missing_gradient(x, y):
+            return found
+        i = next(self._unequal(x, y), 0)
+        if found := self._of_input(x.inputs[i], y.inputs[i], x, y):
+            return found
+        lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
+        cause = "the gradient was changed by what is not recorded, or holds an earlier one"
+        return Difference("gradient", cause, x, y, None, lines)
+
+    def _gradient_missing_before(self, op: Operation) -> Difference | None:
         """Explain weights without a gradient, if `op` runs after the backward pass began."""
         if not any(x.direction == "backward" and x.number < op.number for x, _ in self.pairs):
             return None
-        for x, y in [(x, y) for x, y in self.pairs if x.step == op.step and x.op == "gradients"]:
-            if missing := sorted({*x.names} ^ {*y.names}):
-                which = "B" if missing[0] in x.names else "A"
-                cause = f"no gradient in {which}: frozen, or not used by the loss"
-                return Difference("gradient", cause, x, y, None, [("weights", _listed(missing))])
-        return None
+        both = [(x, y) for x, y in self.pairs if x.step == op.step and x.op == "gradients"]
+        return next((found for x, y in both if (found := _missing_gradient(x, y))), None)
 
     def _of_input(
         self, one: Sequence[Any], other: Sequence[Any], x: Operation, y: Operation
@@ -304,7 +353,10 @@ class Comparison:
         """Explain an input that has another value; None if it has the same."""
         p, q = self.a.operations[one[0]], self.b.operations[other[0]]
         is_pair = self._b_of.get(p.number) is q
-        is_same_part = one[1] == other[1] and one[3] == other[3]
+        # Where results lie in memory in another order, so do the parts that are read.
+        layouts = [[output["stride"] for output in op.outputs] for op in (p, q)]
+        first = 1 if layouts[0] == layouts[1] else 2
+        is_same_part = one[1] == other[1] and one[1 + first :] == other[1 + first :]
         if is_same_part and (is_pair or (p.outputs and self.same(p, q))):
             return None
         if is_pair:
@@ -327,12 +379,20 @@ class Comparison:
             for run, op, part in ((self.a, x, one), (self.b, y, other))
         ]
         lines = [
-            (name, f"{list(part[1])} from entry {part[3]}" + (f", by {v} {v.args}" if v else ""))
+            (
+                name,
+                f"{part[1]}, strides {part[2]}, from entry {part[3]}" + (f", by {v}" if v else ""),
+            )
             for name, part, v in (("part in A", one, views[0]), ("part in B", other, views[1]))
         ]
         cause = "another part of the same tensor is read"
+        outputs = self.a.operations[one[0]].outputs
         if one[1] == other[1] and one[3] != other[3]:
-            cause += f": a shift by {abs(one[3] - other[3])} entries, as of labels by one position"
+            of_ids = any(output["dtype"].startswith("int") for output in outputs)
+            cause += f": a shift by {abs(one[3] - other[3])} entries"
+            cause += ", as of labels by one position" * of_ids
+        elif one[2] != other[2]:
+            cause = "the same tensor is read in another order: transposed, permuted or reshaped"
         return Difference("part", cause, x, y, None, lines)
 
     def _of_result(self, x: Operation, y: Operation) -> str:
@@ -527,47 +587,66 @@ def _before(x: Operation, y: Operation) -> Difference:
     return Difference("batch", cause, x, y, None, lines)
 
 
+def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
+    """Explain weights that have a gradient in one run alone, at an update of both."""
+    missing = sorted((Counter(x.names) - Counter(y.names)) + (Counter(y.names) - Counter(x.names)))
+    if not missing:
+        return None
+    which, op = ("B", y) if missing[0] in Counter(x.names) - Counter(y.names) else ("A", x)
+    cause = f"no gradient in {which}: frozen, or not used by the loss"
+    if missing[0] not in op.held:
+        cause = f"the optimizer of {which} does not have these weights"
+    return Difference("gradient", cause, x, y, None, [("weights", _listed(missing))])
+
+
 def _of_one_run(
     alone_a: Sequence[Operation],
     alone_b: Sequence[Operation],
     seen: tuple[Operation, Operation],
 ) -> Difference:
     """Explain operations that only one run has, and that lead to the first unequal result."""
-    names_a, names_b = ({op.op.rstrip("_") for op in ops} for ops in (alone_a, alone_b))
-    few, many = ("A", "B") if len(alone_b) >= len(alone_a) else ("B", "A")
-    only = alone_b if many == "B" else alone_a
-    names = names_a | names_b
-    factors = [op for op in only if op.op.rstrip("_") in _FACTORS and op.args.get("other")]
-    if any("c10d" in name or "all_reduce" in name or "allreduce" in name for name in names):
-        cause = f"an all-reduce is missing in {few}"
-    elif {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
-        which = "A" if "mean" in names_a else "B"
-        cause = f"a mean in {which}, a sum in {'B' if which == 'A' else 'A'}"
-    elif names & {"bernoulli", "native_dropout"}:
-        cause = f"dropout in {many} alone: train() and eval(), or another probability"
-    elif names & {"masked_fill", "where"}:
-        cause = f"a mask in {many} alone"
-    elif any("vector_norm" in name or "foreach_norm" in name for name in names):
-        cause = f"gradients are clipped in {many} alone"
-    elif "_to_copy" in names and not factors:
-        cause = f"a conversion to {only[0].args.get('dtype', 'another dtype')} in {many} alone"
-    elif factors:
-        factor = factors[0]
-        number = factor.args["other"]
-        cause = f"{many} alone {_FACTORS[factor.op.rstrip('_')]} by {number:g}"
-        if number > 1 and math.isclose(math.sqrt(number) % 0.5, 0, abs_tol=1e-9):
-            cause += f", which is T² for a temperature of {math.sqrt(number):g}"
-    elif names <= {"add"} and only[0].direction == "backward":
-        cause = f"gradients are added to earlier ones in {many} alone: zero_grad is missing there"
-    else:
-        cause = "other operations make this value"
     lines = [
         (f"only in {which}", _listed([str(op) for op in ops]))
         for which, ops in (("A", alone_a), ("B", alone_b))
         if ops
     ]
     first_a, first_b = (next(iter(ops), None) for ops in (alone_a, alone_b))
+    cause = _cause_of_one_run(alone_a, alone_b)
     return Difference("operation", cause, first_a, first_b, seen, lines)
+
+
+def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]) -> str:
+    """Return the likely meaning of operations that only one run has."""
+    names_a, names_b = ({op.op.rstrip("_") for op in ops} for ops in (alone_a, alone_b))
+    few, many, only = ("A", "B", alone_b) if len(alone_b) >= len(alone_a) else ("B", "A", alone_a)
+    names = names_a | names_b
+    outside = {op.op.rstrip("_") for op in only if op.direction == "forward" and not op.module}
+    factors = [op for op in only if op.op.rstrip("_") in _FACTORS and op.args.get("other")]
+    if any(name.startswith("c10d") for name in names):
+        return f"an all-reduce is missing in {few}"
+    if {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
+        return f"a mean in {'A' if 'mean' in names_a else 'B'} alone, a sum in the other"
+    if names & {"bernoulli", "native_dropout"}:
+        return f"dropout in {many} alone: train() and eval(), or another probability"
+    if names & {"masked_fill", "where"}:
+        return f"a mask in {many} alone"
+    if any(word in name for name in outside for word in ("vector_norm", "foreach_norm")):
+        return f"gradients are clipped in {many} alone"
+    if any(op.node == "AccumulateGrad" for op in only):
+        return f"gradients are added to earlier ones in {many} alone: zero_grad, or accumulation"
+    if factors and len(only) <= _SHORT:
+        number = factors[0].args["other"]
+        cause = f"{many} alone {_FACTORS[factors[0].op.rstrip('_')]} by {number:g}"
+        root = math.sqrt(number) if number > 1 else 0.0
+        is_temperature = root <= 10 and math.isclose(root % 0.5, 0, abs_tol=1e-9) and root
+        return cause + f", which is T² for a temperature of {root:g}" * bool(is_temperature)
+    if "_to_copy" in names and len(only) <= _SHORT:
+        return f"a conversion to {only[0].args.get('dtype', 'another dtype')} in {many} alone"
+    if all(op.direction == "backward" for op in (*alone_a, *alone_b)):
+        return f"{many} alone has this backward pass: detach, no_grad or a frozen weight in {few}"
+    if alone_a and alone_b:
+        return f"{alone_a[0].op} in A, where B has {alone_b[0].op}"
+    return f"{only[0].op} in {many} alone"
 
 
 def _ancestors(
@@ -587,11 +666,10 @@ def _ancestors(
 def _of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
     """Return the likely meaning of arguments that differ."""
     name, one, other = changed[0]
-    if name == "reduction":
-        kinds = {0: "none", 1: "mean", 2: "sum"}
-        return (
-            f"the reduction of the loss: {kinds.get(one, one)} in A, {kinds.get(other, other)} in B"
-        )
+    are_numbers = all(type(n) in (int, float) for n in (one, other))
+    if name == "reduction" and are_numbers:
+        mine, theirs = (("none", "mean", "sum")[int(value)] for value in (one, other))
+        return f"the reduction of the loss: {mine} in A, {theirs} in B"
     if name in ("training", "train"):
         return "train() in one run, eval() in the other"
     if name == "p":
@@ -602,35 +680,20 @@ def _of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
         return "another dimension"
     if name == "is_causal":
         return "another mask: causal in one run alone"
-    if x.op.rstrip("_") in _FACTORS and all(type(n) in (int, float) for n in (one, other)):
+    if x.op.rstrip("_") in _FACTORS and are_numbers:
         return f"B {_FACTORS[x.op.rstrip('_')]} by {other:g} instead of {one:g}"
-    return "other arguments of the same operation"
+    return f"another argument: {name}"
 
 
 def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the arguments that differ, with both values; settings of an optimizer one by one."""
-    one, other = _by_setting(one), _by_setting(other)
+    """Return the arguments that differ, with both values."""
     names = dict.fromkeys([*one, *other])
     return [(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)]
 
 
-def _by_setting(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with the settings of each group of an optimizer under their own names."""
-    groups = arguments.get("groups")
-    if not isinstance(groups, list):
-        return dict(arguments)
-    prefixes = [f"group {i} " if len(groups) > 1 else "" for i in range(len(groups))]
-    return {
-        f"{prefix}{name}": value
-        for prefix, group in zip(prefixes, groups, strict=True)
-        for name, value in group.items()
-    }
-
-
 def _reads(view: Operation, part: Sequence[Any]) -> bool:
-    """Return whether a view, such as a slice, makes this part of a tensor."""
-    is_slice = view.op in ("slice", "select", "narrow", "split", "chunk", "unbind", "as_strided")
-    return view.is_view and is_slice and any(i[0] == part[0] for i in view.inputs)
+    """Return whether a view makes this part of a tensor."""
+    return view.is_view and any(i[0] == part[0] for i in view.inputs)
 
 
 def _dtypes(x: Operation) -> str:
@@ -655,9 +718,9 @@ def _values_in_words(x: Operation, y: Operation) -> str:
     return _in_words(*(unequal or both)[0]) if both else "no result"
 
 
-def _listed(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return ", ".join(texts[:_NAMED]) + more
+def _listed(texts: Sequence[str], most: int = _NAMED) -> str:
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

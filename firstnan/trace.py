@@ -6,7 +6,7 @@ A line of `OUT/rank0.jsonl` is an operation of the forward or backward pass, a t
 before, or an optimizer's update. It holds where the operation ran, its arguments, which lines made
 its inputs, and of each output a digest of all bits, the L2 norm and a few values, so that two runs
 in different processes, machines or precisions can be compared. Recording starts when the script
-first calls a module in training, and ends the script after `--steps` updates.
+first calls a module, and ends the script after `--steps` updates.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import platform
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ class Digest(NamedTuple):
     """What is recorded of a tensor, on its device until the step ends."""
 
     shape: list[int]
+    stride: list[int]
     dtype: str
     bits: Tensor | None  # int64: sum of the bits; up to _POSITIONAL entries, by their positions
     norm: Tensor | None  # float64: L2 norm
@@ -70,8 +72,9 @@ class Digest(NamedTuple):
         """Compute the digest of a tensor of any dtype and layout."""
         shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
         x = stored(x.detach())
+        stride = list(x.stride())
         if x.is_meta or not x.numel():
-            return cls(shape, dtype, None, None, None)
+            return cls(shape, stride, dtype, None, None, None)
         reals = as_reals(x).reshape(-1)
         bits = _sum_of_bits(reals)
         norm = None
@@ -80,11 +83,11 @@ class Digest(NamedTuple):
                 reals, dtype=torch.promote_types(reals.dtype, torch.float32)
             )
         values = reals[:: max(1, len(reals) // N_VALUES)][:N_VALUES].double()
-        return cls(shape, dtype, bits, norm, values)
+        return cls(shape, stride, dtype, bits, norm, values)
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
-        facts: dict[str, Any] = {"shape": self.shape, "dtype": self.dtype}
+        facts: dict[str, Any] = {"shape": self.shape, "stride": self.stride, "dtype": self.dtype}
         if self.bits is not None and self.values is not None:
             facts["bits"] = int(self.bits)
             facts["values"] = [float(f"{x:.7g}") for x in self.values.tolist()]
@@ -112,9 +115,8 @@ class Trace(TorchDispatchMode):
         self._begun = False
         self._pause = threading.local()
         self._modules: list[str] = []
-        self._names: WeakKeyDictionary[nn.Module, dict[nn.Module, str]] = WeakKeyDictionary()
-        self._roots: list[nn.Module] = []  # of the modules that are running
-        self._titles: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._n_titles: Counter[str] = Counter()  # models of each class
         # Names of weights and buffers, by storage, and by id, because a storage can be replaced.
         self._weights: dict[int, str] = {}
         self._by_id: dict[int, str] = {}
@@ -150,33 +152,27 @@ class Trace(TorchDispatchMode):
             self._file.close()
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() and not self._begun:
-            return
         self._begun = True
-        if not self._roots:
+        if not self._modules:
             self._learn_names(module)
-            self._modules.append(self._titles[module])
-        else:
-            names = self._names[self._roots[0]]
-            inner = names.get(module, type(module).__name__)
-            title = self._titles[self._roots[0]]
-            self._modules.append(f"{title}.{inner}" if inner else title)
-        self._roots.append(module if not self._roots else self._roots[0])
+        inner = f"{self._modules[-1]}.{type(module).__name__}" if self._modules else ""
+        self._modules.append(self._names.get(module, inner))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._roots:
-            self._roots.pop()
+        if self._modules:
             self._modules.pop()
 
     def _learn_names(self, root: nn.Module) -> None:
-        """Name the modules, weights and buffers of a model that the script calls."""
-        if root not in self._titles:
-            title = _unwrapped(root).__class__.__name__
-            same = [t for t in self._titles.values() if t.partition("#")[0] == title]
-            self._titles[root] = f"{title}#{len(same) + 1}" if same else title
-            self._names[root] = {m: _plain_name(name) for name, m in root.named_modules()}
+        """Name modules, weights and buffers of a model; a part of a known one keeps its names."""
+        if root not in self._names:
+            title = type(_unwrapped(root)).__name__
+            self._n_titles[title] += 1
+            title += f"#{self._n_titles[title]}" if self._n_titles[title] > 1 else ""
+            for name, module in root.named_modules():
+                name = _plain_name(name)
+                self._names[module] = f"{title}.{name}" if name else title
         self.is_compiled |= any(hasattr(m, "_orig_mod") for m in root.modules())
-        title = self._titles[root]
+        title = self._names[root]
         for name, x in itertools.chain(root.named_parameters(), root.named_buffers()):
             self._weights[_key(x)] = self._by_id[id(x)] = f"{title}.{_plain_name(name)}"
 
@@ -190,14 +186,16 @@ class Trace(TorchDispatchMode):
         space, _, name = func.overloadpacket._qualified_op_name.partition("::")
         if name in _SILENT or space in ("prim", "profiler"):
             return func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
-        inputs = [self._source(x) for x in tensors]
+        named = _named(func, args, kwargs)
+        given = [(name, x) for name, value in named.items() for x in _tensors(value)]
+        inputs = [self._source(x) for _, x in given]
         out = func(*args, **kwargs)
         line: dict[str, Any] = {
             "op": name if space == "aten" else f"{space}.{name}",
             **self._place(),
-            "args": _arguments(func, args, kwargs),
+            "args": _plain_arguments(named),
             "inputs": inputs,
+            "given": [name for name, _ in given],
         }
         if func.is_view:
             line["view"] = [list(x.shape) for x in _tensors(out)]
@@ -275,13 +273,15 @@ class Trace(TorchDispatchMode):
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._begun:
             return
-        self._gradients = [(name, p) for name, p in self._owned(optimizer) if p.grad is not None]
+        owned = list(self._owned(optimizer))
+        self._gradients = [(name, p) for name, p, _ in owned if p.grad is not None]
         inputs = [self._source(p.grad) for _, p in self._gradients if p.grad is not None]
         with self._paused():
             before = [Digest.of(p.grad) for _, p in self._gradients if p.grad is not None]
         line = {"op": "gradients", "pass": "update", "module": "", "line": "", "inputs": inputs}
         names = [name for name, _ in self._gradients]
-        self._given = self._add({**line, "names": names}, before)
+        held = [name for name, *_ in owned]
+        self._given = self._add({**line, "names": names, "held": held}, before)
         self._pause.on = True  # an update is one line
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -289,13 +289,13 @@ class Trace(TorchDispatchMode):
             return
         after = [Digest.of(p) for _, p in self._gradients]
         self._pause.on = False
-        options = [
-            {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
-            for group in optimizer.param_groups
-        ]
+        settings = {
+            name: {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
+            for name, _, group in self._owned(optimizer)
+        }
         names = [name for name, _ in self._gradients]
         line = {"op": type(optimizer).__name__, "pass": "update", "module": "", "line": ""}
-        line |= {"names": names, "args": {"groups": options}, "inputs": [[self._given, [], [], 0]]}
+        line |= {"names": names, "settings": settings, "inputs": [[self._given, [], [], 0]]}
         number = self._add(line, after)
         for _, p in self._gradients:
             self._keep(p, number)
@@ -305,11 +305,11 @@ class Trace(TorchDispatchMode):
         if self.updates >= self._steps:
             raise SystemExit(OK)
 
-    def _owned(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of an optimizer with their names."""
+    def _owned(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield the weights of an optimizer, with name and group."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
-                yield self._by_id.get(id(p), f"group {g}, weight {i}"), p
+                yield self._by_id.get(id(p), f"group {g}, weight {i}"), p, group
 
     def _flush(self) -> None:
         """Write the lines of a step, and forget the storages that were freed."""
@@ -406,15 +406,21 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are not tensors, by name."""
-    named = {a.name: args[i] for i, a in enumerate(func._schema.arguments) if i < len(args)}
+def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operation by name, also those that have their defaults."""
+    named = {a.name: a.default_value for a in func._schema.arguments}
+    named |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+    return {**named, **kwargs}
+
+
+def _plain_arguments(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are not tensors."""
     plain = {}
-    for name, value in {**named, **kwargs}.items():
-        if _is_plain(value):
-            plain[name] = value
-        elif isinstance(value, (torch.dtype, torch.layout)):
+    for name, value in named.items():
+        if isinstance(value, (torch.dtype, torch.layout)):
             plain[name] = str(value).removeprefix("torch.")
+        elif value is not None and _is_plain(value):
+            plain[name] = value
     return plain
 
 

@@ -78,14 +78,14 @@ CAUSES = {
     "eps": ("arguments", "forward", "another eps"),
     "probability": ("arguments", "forward", "another probability of dropout"),
     "mask": ("operation", "forward", "a mask in B alone"),
-    "activation": ("operation", "forward", "other operations make this value"),
+    "activation": ("operation", "forward", "tanh in A, where B has sigmoid"),
     "numbers": ("random numbers", "forward", "other random numbers"),
     "eval": ("operation", "forward", "dropout in A alone"),
     "shift": ("part", "forward", "a shift by 1 entries"),
     "sum": ("arguments", "forward", "the reduction of the loss: mean in A, sum in B"),
     "factor": ("operation", "backward", "B alone multiplies by 4, which is T²"),
     "frozen": ("gradient", "update", "no gradient in B"),
-    "zero_grad": ("operation", "backward", "zero_grad is missing there"),
+    "zero_grad": ("operation", "backward", "added to earlier ones in B alone: zero_grad"),
     "clip": ("operation", "forward", "gradients are clipped in B alone"),
     "momentum": ("settings", "update", "other settings of the optimizer"),
     "optimizer": ("operation", "update", "SGD in A, Adam in B"),
@@ -151,7 +151,7 @@ def test_the_command_ends_the_script_after_its_steps_and_prints_the_report(recor
     a, b = map(str, (recorded(""), recorded("momentum")))
     assert diff.main([a, b]) == 1
     printed = capsys.readouterr().out
-    assert "momentum   0.9 in A, 0.5 in B" in printed
+    assert "momentum  0.9 in A, 0.5 in B, for norm.bias" in printed
     assert diff.main([a, str(recorded("", "again"))]) == 0
     assert "no difference: " in capsys.readouterr().out
     lines = (recorded("") / "rank0.jsonl").read_text().splitlines()
@@ -161,7 +161,7 @@ def test_the_command_ends_the_script_after_its_steps_and_prints_the_report(recor
 def test_a_weight_that_was_changed_by_hand_is_named(recorded):
     found = compared(recorded(""), recorded("hidden"))
     assert found is not None and found.what == "state"
-    assert "or other weights" in found.cause
+    assert "weights that were changed before" in found.cause
 
 
 def test_a_recorded_run_has_the_same_losses(tmp_path):
