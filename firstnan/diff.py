@@ -429,9 +429,13 @@ class Comparison:
         )
         for step in sorted(of_a.keys() & of_b.keys()):
             x, y = of_a[step], of_b[step]
-            pairs = _by_name(x.names, y.names)
+            pairs = [
+                (i, j)
+                for i, j in _by_name(x.names, y.names)
+                if x.outputs[i]["shape"] == y.outputs[j]["shape"]
+            ]
             if not pairs:
-                cause = "no weight has the same name in both runs"
+                cause = "no weight has the same name and shape in both runs"
                 return Difference("gradient", cause, x, y)
             unequal = [
                 (x.names[i], x.outputs[i], y.outputs[j])
@@ -552,7 +556,7 @@ def _usual(output: Digest) -> float:
 
 def ratio_of(x: Digest, y: Digest) -> float | None:
     """Return the factor from one result to another; None if there is no one factor."""
-    if "norm" not in x or "norm" not in y or not x["norm"] or not y["norm"]:
+    if x["shape"] != y["shape"] or not x.get("norm") or not y.get("norm"):
         return None
     ratio = y["norm"] / x["norm"]
     for sign in (1, -1):
@@ -593,7 +597,7 @@ def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
     if not missing:
         return None
     which, op = ("B", y) if missing[0] in Counter(x.names) - Counter(y.names) else ("A", x)
-    cause = f"no gradient in {which}: frozen, or not used by the loss"
+    cause = f"no gradient in {which}: frozen, detached, or not used by the loss"
     if missing[0] not in op.held:
         cause = f"the optimizer of {which} does not have these weights"
     return Difference("gradient", cause, x, y, None, [("weights", _listed(missing))])
