@@ -106,8 +106,9 @@ def test_the_head_of_dino_equals_its_official_form():
     """Its last layer has weight normalization with a fixed norm of 1, and no bias."""
     head = DINOHead(6, 4, 10, 5)
     last = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4, bias=False))
-    last.parametrizations.weight.original0.data.fill_(1)
-    last.parametrizations.weight.original1.data.copy_(head.prototypes)
+    norm, direction = last.parameters()
+    norm.data.fill_(1)
+    direction.data.copy_(head.prototypes)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
     expected = last(nn.functional.normalize(head.mlp(x), dim=-1, p=2))
@@ -115,8 +116,7 @@ def test_the_head_of_dino_equals_its_official_form():
 
     head(x).square().sum().backward()
     expected.square().sum().backward()
-    of_last = last.parametrizations.weight.original1.grad
-    torch.testing.assert_close(head.prototypes.grad, of_last, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.prototypes.grad, direction.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_is_used_in_training_only():
