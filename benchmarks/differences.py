@@ -35,7 +35,12 @@ from benchmarks.turns import header, row
 from firstnan.diff import Comparison, Difference, Recording
 from firstnan.trace import Trace, write_about
 
-STEPS, BATCH, LENGTH, WORDS, WIDTH, CLASSES = 2, 6, 8, 20, 16, 5
+STEPS = 2
+BATCH = 6
+LENGTH = 8  # of a text
+WORDS = 20
+WIDTH = 16
+CLASSES = 5
 
 
 class Expected(NamedTuple):

@@ -44,7 +44,10 @@ from ssl_kd.vision.data import ArrayDataset, ImageDataset
 from ssl_kd.vision.extract import Embed
 from ssl_kd.vision.teachers import load_teacher
 
-ROWS, VIEWED, VIEWS, SPLITS = 800, 100, 8, 3
+ROWS = 800  # of a set
+VIEWED = 100  # images of which LiDAR sees views
+VIEWS = 8
+SPLITS = 3
 TEACHERS = {
     "pixels": (16, 32),
     "efficientnet_lite0": (32, 64, 112),

@@ -34,6 +34,7 @@ _GROWTH = 4  # how much an operation may increase a difference that rounding mad
 _OF_SUMS = 1e-3  # relative difference of gradients that another order of summation explains
 _ALIKE = 0.75  # share of operations in pairs, below which two programs are compared by gradients
 _SHORT = 4  # operations of one run alone among which one is named as the cause
+_OF_BITS = ("torch", "machine", "gpu", "threads")  # facts of a process on which bits depend
 _FACTORS = {"mul": "multiplies", "div": "divides"}
 
 Digest = Mapping[str, Any]
@@ -89,6 +90,11 @@ class Operation:
         )
 
     @property
+    def name(self) -> str:
+        """The operation, whether in place or not."""
+        return self.op.rstrip("_")
+
+    @property
     def kind(self) -> tuple[str, ...]:
         """The pass, the module within the model, and the operation, in place or not."""
         if self.direction == "update":
@@ -97,7 +103,7 @@ class Operation:
             output = self.outputs[0]
             kind = "".join(c for c in output["dtype"] if c.isalpha())  # float, int or bool
             return "before", self.op, kind, str(len(output["shape"]))
-        return self.direction, self.module.partition(".")[2], self.op.rstrip("_")
+        return self.direction, self.module.partition(".")[2], self.name
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -112,9 +118,12 @@ class Operation:
     def __str__(self) -> str:
         """Return a line such as `mul, forward, in Net.norm (train.py:12)`."""
         if self.direction in ("before", "update"):
-            names = f" {_listed(self.names, 1)}" if self.names else ""
+            names = _listed(self.names, 1)
+            of = "" if self.op == "weight" else "of "
             return (
-                f"{self.op}{' of' * bool(names and self.op != 'weight')}{names}, {self.direction}"
+                f"{self.op} {of}{names}, {self.direction}"
+                if names
+                else f"{self.op}, {self.direction}"
             )
         where = f", in {self.module}" if self.module else ""
         line = f" ({self.line})" if self.line else ""
@@ -163,7 +172,7 @@ class Difference:
 
     Attributes:
         what: what differs: `weights`, `batch`, `random numbers`, `arguments`, `operation`, `part`,
-            `dtype`, `shape`, `gradient`, `settings`, `state` or `result`.
+            `dtype`, `gradient`, `settings`, `state` or `result`.
         cause: the likely cause in words.
         a: the operation of the first run; None if only the second has it.
         b: the operation of the second run.
@@ -208,7 +217,9 @@ class Comparison:
     """
 
     def __init__(self, a: Recording, b: Recording, tolerance: float | None = 0.0) -> None:
-        self.a, self.b, self.tolerance = a, b, tolerance
+        self.a = a
+        self.b = b
+        self.tolerance = tolerance
         self.pairs = paired(a.operations, b.operations)
         self._b_of = {x.number: y for x, y in self.pairs}
         self._a_of = {y.number: x for x, y in self.pairs}
@@ -221,14 +232,21 @@ class Comparison:
         for x, y in self.pairs:
             if not self.same(x, y) and not self._is_rounding(x, y):
                 return self._gradient_missing_before(x) or self._explain(x, y)
-        alone = [x for x in self.a.operations if x.number not in self._b_of]
-        alone += [x for x in self.b.operations if x.number not in self._a_of]
-        updates = [x for x in alone if x.direction == "update"]
-        if not updates:
-            return None
-        which = "A" if updates[0] in self.a.operations else "B"
-        what = f"only {which} has this update: it made more steps"
-        return Difference("operation", what, *self._sides(updates[0]))
+        return self._more_updates()
+
+    def _more_updates(self) -> Difference | None:
+        """Explain an update that only one run has, after all pairs are the same."""
+        for op in self.a.operations:
+            if op.direction == "update" and op.number not in self._b_of:
+                return Difference(
+                    "operation", "only A has this update: it made more steps", op, None
+                )
+        for op in self.b.operations:
+            if op.direction == "update" and op.number not in self._a_of:
+                return Difference(
+                    "operation", "only B has this update: it made more steps", None, op
+                )
+        return None
 
     def same(self, x: Operation, y: Operation) -> bool:
         """Return whether two operations have the same results."""
@@ -243,12 +261,13 @@ class Comparison:
             tolerance = max(self._noise_a[x.number], self._noise_b[y.number])
         if x.key == ("update", "optimizer") and tolerance:
             # Adam turns the rounding of a gradient near 0 into a whole step.
-            yield from [0] * bool(x.op != y.op or _changed(x.settings, y.settings))
+            if x.op != y.op or x.settings != y.settings:
+                yield 0
             return
         # Where terms cancel, as in a mean near 0, the error is relative to the terms.
         terms = [self.a.operations[number].outputs for number, *_ in x.inputs if tolerance]
         least = max((_usual(output) for outputs in terms for output in outputs), default=0.0)
-        least = 0.0 if x.op.rstrip("_") in ("mul", "div") else least
+        least = 0.0 if x.name in _FACTORS else least
         for i, (one, other) in enumerate(zip(x.outputs, y.outputs, strict=False)):
             is_equal = all(one.get(k) == other.get(k) for k in ("shape", "dtype", "bits"))
             is_near = tolerance > 0 and relative_difference(one, other, least) <= tolerance
@@ -264,15 +283,16 @@ class Comparison:
         before = [
             relative_difference(*outputs)
             for one, other in zip(x.inputs, y.inputs, strict=False)
-            if (p := self.a.operations[one[0]]) and self._b_of.get(p.number)
-            for outputs in zip(p.outputs, self.b.operations[other[0]].outputs, strict=False)
+            if one[0] in self._b_of
+            for outputs in zip(
+                self.a.operations[one[0]].outputs,
+                self.b.operations[other[0]].outputs,
+                strict=False,
+            )
         ]
         now = max(map(relative_difference, x.outputs, y.outputs), default=0.0)
         usual = max(self._noise_a[x.number], self._noise_b[y.number], self.tolerance or 0.0)
         return now <= _GROWTH * min(usual, max(before, default=0.0))
-
-    def _sides(self, op: Operation) -> tuple[Operation | None, Operation | None]:
-        return (op, None) if self.a.operations[op.number : op.number + 1] == [op] else (None, op)
 
     def _explain(self, x: Operation, y: Operation) -> Difference:
         """Trace the first pair whose results differ back to what differs."""
@@ -295,10 +315,10 @@ class Comparison:
             odd = Counter(x.given) - Counter(y.given) or Counter(y.given) - Counter(x.given)
             which = "A" if Counter(x.given) - Counter(y.given) else "B"
             cause = f"{which} alone gives it {', '.join(odd)}"
-            return Difference("arguments", cause, x, y, None, lines)
+            return Difference("arguments", cause, x, y, lines=lines)
         if changed := _changed(x.args, y.args):
             lines = [(name, f"{one} in A, {other} in B") for name, one, other in changed]
-            return Difference("arguments", _of_arguments(x, changed), x, y, None, lines)
+            return Difference("arguments", _of_arguments(x, changed), x, y, lines=lines)
         if x.is_random:
             cause = "other random numbers: another seed, or other numbers were drawn before"
             return Difference("random numbers", cause, x, y)
@@ -306,8 +326,8 @@ class Comparison:
         lines = [("values", _in_words(x.outputs[i], y.outputs[i]))]
         if (dtypes := _dtypes(x)) != _dtypes(y):
             cause = f"another dtype: {dtypes} in A, {_dtypes(y)} in B"
-            return Difference("dtype", cause, x, y, None, lines)
-        return Difference("result", self._of_result(x, y), x, y, None, lines)
+            return Difference("dtype", cause, x, y, lines=lines)
+        return Difference("result", self._of_result(x, y), x, y, lines=lines)
 
     def _of_an_update(self, x: Operation, y: Operation) -> Difference:
         """Explain an optimizer's result from the same gradients."""
@@ -320,14 +340,14 @@ class Comparison:
                 (setting, f"{one} in A, {other} in B, for {_listed(names)}")
                 for (setting, one, other), names in by_setting.items()
             ]
-            return Difference("settings", "other settings of the optimizer", x, y, None, lines)
+            return Difference("settings", "other settings of the optimizer", x, y, lines=lines)
         i = next(self._unequal(x, y), 0)
         lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
         cause = (
             "other state of the optimizer, as moments or a step count, other code of its step, or "
             "weights that were changed before"
         )
-        return Difference("state", cause, x, y, None, lines)
+        return Difference("state", cause, x, y, lines=lines)
 
     def _of_a_gradient(self, x: Operation, y: Operation) -> Difference:
         """Explain a gradient that an update gets."""
@@ -338,7 +358,7 @@ class Comparison:
             return found
         lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
         cause = "the gradient was changed by what is not recorded, or holds an earlier one"
-        return Difference("gradient", cause, x, y, None, lines)
+        return Difference("gradient", cause, x, y, lines=lines)
 
     def _gradient_missing_before(self, op: Operation) -> Difference | None:
         """Explain weights without a gradient, if `op` runs after the backward pass began."""
@@ -367,7 +387,7 @@ class Comparison:
             return self._explain(alone_a[0], alone_b[0])
         if not alone_a and not alone_b:
             lines = [("input A", str(p)), ("input B", str(q))]
-            return Difference("operation", "reads another value", x, y, None, lines)
+            return Difference("operation", "reads another value", x, y, lines=lines)
         return _of_one_run(alone_a, alone_b, (x, y))
 
     def _of_part(
@@ -390,10 +410,11 @@ class Comparison:
         if one[1] == other[1] and one[3] != other[3]:
             of_ids = any(output["dtype"].startswith("int") for output in outputs)
             cause += f": a shift by {abs(one[3] - other[3])} entries"
-            cause += ", as of labels by one position" * of_ids
+            if of_ids:
+                cause += ", as of labels by one position"
         elif one[2] != other[2]:
             cause = "the same tensor is read in another order: transposed, permuted or reshaped"
-        return Difference("part", cause, x, y, None, lines)
+        return Difference("part", cause, x, y, lines=lines)
 
     def _of_result(self, x: Operation, y: Operation) -> str:
         """Return why an operation with the same inputs may have another result."""
@@ -403,8 +424,7 @@ class Comparison:
                 one, other = (run.about.get(setting) for run in (self.a, self.b))
                 if one != other:
                     return f"the precision of products: {setting} is {one} in A, {other} in B"
-        names = ("torch", "machine", "gpu", "threads")
-        other = [n for n in names if self.a.about.get(n) != self.b.about.get(n)]
+        other = [n for n in _OF_BITS if self.a.about.get(n) != self.b.about.get(n)]
         if other:
             facts = (f"{n} {self.a.about.get(n)} in A, {self.b.about.get(n)} in B" for n in other)
             return f"another kernel: {'; '.join(facts)}"
@@ -462,7 +482,7 @@ class Comparison:
             of_ranks = max(sizes) / min(sizes)
             if of_ranks > 1 and math.isclose(max(ratio, 1 / ratio), of_ranks, rel_tol=0.01):
                 cause += ": a sum over ranks is not divided by their number, or is twice"
-        return Difference("gradient", cause, x, y, None, lines)
+        return Difference("gradient", cause, x, y, lines=lines)
 
 
 def _by_name(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
@@ -534,7 +554,7 @@ def relative_difference(x: Digest, y: Digest, least: float = 0.0) -> float:
     if "values" not in x:
         return 0.0
     one, other = x["values"], y["values"]
-    if [v for v in one if not math.isfinite(v)] or [v for v in other if not math.isfinite(v)]:
+    if not all(map(math.isfinite, [*one, *other])):
         return 0.0 if str(one) == str(other) else math.inf
     if "norm" not in x or "norm" not in y:  # integers and booleans
         return 0.0 if one == other else math.inf
@@ -575,7 +595,7 @@ def _before(x: Operation, y: Operation) -> Difference:
         when = (
             "a seed, an initialization or a checkpoint" if x.step == 1 else "an update in between"
         )
-        return Difference("weights", f"other weights before the step: {when}", x, y, None, lines)
+        return Difference("weights", f"other weights before the step: {when}", x, y, lines=lines)
     kinds = {one["dtype"], other["dtype"]}
     values = {*one.get("values", ()), *other.get("values", ())}
     if one["shape"] != other["shape"]:
@@ -588,7 +608,7 @@ def _before(x: Operation, y: Operation) -> Difference:
         cause = f"the data in B are {ratio:.4g} times those in A: another scaling"
     else:
         cause = "another batch: other samples, another order, or other preprocessing"
-    return Difference("batch", cause, x, y, None, lines)
+    return Difference("batch", cause, x, y, lines=lines)
 
 
 def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
@@ -600,7 +620,7 @@ def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
     cause = f"no gradient in {which}: frozen, detached, or not used by the loss"
     if missing[0] not in op.held:
         cause = f"the optimizer of {which} does not have these weights"
-    return Difference("gradient", cause, x, y, None, [("weights", _listed(missing))])
+    return Difference("gradient", cause, x, y, lines=[("weights", _listed(missing))])
 
 
 def _of_one_run(
@@ -621,11 +641,12 @@ def _of_one_run(
 
 def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]) -> str:
     """Return the likely meaning of operations that only one run has."""
-    names_a, names_b = ({op.op.rstrip("_") for op in ops} for ops in (alone_a, alone_b))
-    few, many, only = ("A", "B", alone_b) if len(alone_b) >= len(alone_a) else ("B", "A", alone_a)
+    names_a, names_b = ({op.name for op in ops} for ops in (alone_a, alone_b))
+    many, only = ("B", alone_b) if len(alone_b) >= len(alone_a) else ("A", alone_a)
+    few = "A" if many == "B" else "B"
     names = names_a | names_b
-    outside = {op.op.rstrip("_") for op in only if op.direction == "forward" and not op.module}
-    factors = [op for op in only if op.op.rstrip("_") in _FACTORS and op.args.get("other")]
+    outside = {op.name for op in only if op.direction == "forward" and not op.module}
+    factors = [op for op in only if op.name in _FACTORS and op.args.get("other")]
     if any(name.startswith("c10d") for name in names):
         return f"an all-reduce is missing in {few}"
     if {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
@@ -640,10 +661,11 @@ def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]
         return f"gradients are added to earlier ones in {many} alone: zero_grad, or accumulation"
     if factors and len(only) <= _SHORT:
         number = factors[0].args["other"]
-        cause = f"{many} alone {_FACTORS[factors[0].op.rstrip('_')]} by {number:g}"
+        cause = f"{many} alone {_FACTORS[factors[0].name]} by {number:g}"
         root = math.sqrt(number) if number > 1 else 0.0
-        is_temperature = root <= 10 and math.isclose(root % 0.5, 0, abs_tol=1e-9) and root
-        return cause + f", which is T² for a temperature of {root:g}" * bool(is_temperature)
+        if 0 < root <= 10 and math.isclose(root % 0.5, 0, abs_tol=1e-9):
+            cause += f", which is T² for a temperature of {root:g}"
+        return cause
     if "_to_copy" in names and len(only) <= _SHORT:
         return f"a conversion to {only[0].args.get('dtype', 'another dtype')} in {many} alone"
     if all(op.direction == "backward" for op in (*alone_a, *alone_b)):
@@ -684,8 +706,8 @@ def _of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
         return "another dimension"
     if name == "is_causal":
         return "another mask: causal in one run alone"
-    if x.op.rstrip("_") in _FACTORS and are_numbers:
-        return f"B {_FACTORS[x.op.rstrip('_')]} by {other:g} instead of {one:g}"
+    if x.name in _FACTORS and are_numbers:
+        return f"B {_FACTORS[x.name]} by {other:g} instead of {one:g}"
     return f"another argument: {name}"
 
 
@@ -749,8 +771,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     tolerance = options.tolerance
     if tolerance == "default":
-        names = ("torch", "machine", "gpu", "threads")
-        tolerance = 0.0 if all(a.about[n] == b.about[n] for n in names) else None
+        tolerance = 0.0 if all(a.about[n] == b.about[n] for n in _OF_BITS) else None
     comparison = Comparison(a, b, tolerance)
     found = comparison.first()
     if found is not None:

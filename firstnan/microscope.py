@@ -37,7 +37,7 @@ _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random
 # Position of the argument by which an operation divides, or of the base of a power.
 _DIVISORS = {"div": 1, "true_divide": 1, "reciprocal": 0, "rsqrt": 0, "pow": 0}
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_UNINITIALIZED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+UNINITIALIZED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Microscope(TorchDispatchMode):
             return min(self._origins, key=lambda fault: fault.masked, default=None)
         for result in map(stored, results):
             if _is_bad(result):
-                origin = self._origin_of.get(_key(result))
+                origin = self._origin_of.get(storage_key(result))
                 return self._origins[origin] if origin is not None else self._leaf(result)
         return None
 
@@ -283,7 +283,7 @@ class Microscope(TorchDispatchMode):
         reads, written = _reads(func, op, args, kwargs)
         out = func(*args, **kwargs)
         outputs = _floating(out) or written
-        if op in _UNINITIALIZED or func.is_view:  # a view is followed by its storage
+        if op in UNINITIALIZED or func.is_view:  # a view is followed by its storage
             return out
         numbers = [float(x) for x in tree_leaves((args, kwargs)) if type(x) in (int, float)]
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]
@@ -316,9 +316,11 @@ class Microscope(TorchDispatchMode):
     ) -> int:
         """Return the index of the origin of bad outputs; `note` records a new one."""
         sick = [(seen, x) for seen, x in reads if _is_bad(seen)]
-        known = [self._origin_of[_key(x)] for _, x in sick if _key(x) in self._origin_of]
+        known = [
+            self._origin_of[storage_key(x)] for _, x in sick if storage_key(x) in self._origin_of
+        ]
         for seen, x in sick:
-            if _key(x) not in self._origin_of:  # it was bad before anything was computed
+            if storage_key(x) not in self._origin_of:  # it was bad before anything was computed
                 name = self._name(x)
                 mask = name is None and not x.requires_grad and not torch.isnan(seen).any()
                 if name is None and not mask:
@@ -367,7 +369,7 @@ class Microscope(TorchDispatchMode):
 
     def _made_by(self, seen: Tensor, x: Tensor) -> Made:
         """Return how a tensor was made, by its storage; `seen` holds its values."""
-        made = self._made.get(_key(x))
+        made = self._made.get(storage_key(x))
         if made is not None:
             return made
         name = self._name_of(x) or ""
@@ -404,12 +406,16 @@ class Microscope(TorchDispatchMode):
         mine = {
             name: stored(self._named[name]) for name in (self._named if names is None else names)
         }
-        mine = {name: entries for name, entries in mine.items() if _key(entries) == _key(x)}
+        mine = {
+            name: entries
+            for name, entries in mine.items()
+            if storage_key(entries) == storage_key(x)
+        }
         exact = [name for name in mine if mine[name].data_ptr() == x.data_ptr()]
         return next(iter([*exact, *mine]), None)
 
     def _keep(self, x: Tensor) -> int:
-        key = _key(x)
+        key = storage_key(x)
         if key not in self._alive:
             self._alive[key] = StorageWeakRef(x.untyped_storage())
         return key
@@ -446,7 +452,8 @@ def _is_bad(x: Tensor) -> bool:
     return not bool(torch.isfinite(as_reals(x)).all())
 
 
-def _key(x: Tensor) -> int:
+def storage_key(x: Tensor) -> int:
+    """Return what identifies the storage of a tensor, which its views share."""
     return x.untyped_storage()._cdata
 
 

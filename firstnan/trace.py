@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from firstnan.errors import BAD_INPUT, OK, UserError
-from firstnan.microscope import source_line
+from firstnan.microscope import UNINITIALIZED, source_line, storage_key
 from firstnan.norms import as_reals, stored
 
 FORMAT = 1
@@ -53,7 +53,6 @@ _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.co
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Operations that make no values of their own.
 _SILENT = {"detach", "alias", "lift_fresh", "_local_scalar_dense", "is_same_size", "record_stream"}
-_UNINITIALIZED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -174,7 +173,7 @@ class Trace(TorchDispatchMode):
         self.is_compiled |= any(hasattr(m, "_orig_mod") for m in root.modules())
         title = self._names[root]
         for name, x in itertools.chain(root.named_parameters(), root.named_buffers()):
-            self._weights[_key(x)] = self._by_id[id(x)] = f"{title}.{_plain_name(name)}"
+            self._weights[storage_key(x)] = self._by_id[id(x)] = f"{title}.{_plain_name(name)}"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         """Run one operation and record it."""
@@ -203,7 +202,7 @@ class Trace(TorchDispatchMode):
             return out
         outputs = {id(x): x for x in [*_tensors(out), *_written(func, args, kwargs)]}
         # Memory that nothing has written yet, or that a collective still writes.
-        if name in _UNINITIALIZED or space == "c10d":
+        if name in UNINITIALIZED or space == "c10d":
             number = self._add(line)
             for x in outputs.values():
                 self._keep(x, number)
@@ -236,7 +235,7 @@ class Trace(TorchDispatchMode):
         """Return which line made an input, and which part of it is read."""
         given = self._by_id.get(id(x))
         x = stored(x)
-        key = _key(x)
+        key = storage_key(x)
         if key not in self._producer:
             name = self._weights.get(key, given)
             kind = "weight" if name else "data"
@@ -258,9 +257,10 @@ class Trace(TorchDispatchMode):
         return number
 
     def _keep(self, x: Tensor, number: int) -> None:
-        key = _key(stored(x))
+        x = stored(x)
+        key = storage_key(x)
         self._producer[key] = number
-        self._alive[key] = StorageWeakRef(stored(x).untyped_storage())
+        self._alive[key] = StorageWeakRef(x.untyped_storage())
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -359,10 +359,6 @@ def _plain_name(name: str) -> str:
 def _short(file: str) -> str:
     """Return the last two parts of a path, which is the same on other machines."""
     return "/".join(Path(file).parts[-2:])
-
-
-def _key(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _tensors(values: object) -> list[Tensor]:

@@ -13,7 +13,9 @@ from ssl_kd.core.seeds import drawing
 from ssl_kd.core.settings.import_paths import explain
 from ssl_kd.vision.train.objectives.base import Objective
 
-_HEADS, _VIEWS, _BATCH = 2, 2, 8
+_HEADS = 2
+_VIEWS = 2
+_BATCH = 8
 
 
 def check_objective(name: str, objective: Objective, n_clusters: int) -> None:
