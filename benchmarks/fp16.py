@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.turns import header, row
+from firstnan._graph import origin_of
 from firstnan.diagnosis import diagnose
-from firstnan.graph import origin_of
 from firstnan.parts import TooFewHealthyParts
 from ssl_kd.core.precision import Precision
 from ssl_kd.language.models.causal import CausalLM, load_causal_lm

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.emulation import LowPrecision, precision_report
 from benchmarks.turns import header, row
-from firstnan.low_precision import LowPrecision, precision_report
 from ssl_kd.core.precision import DeviceInfo, Precision
 
 DIM, LENGTH, BATCH, STEPS, SEEDS, TOLERANCE = 32, 32, 16, 160, range(3), 1e-2

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from firstnan._optimizers import finish_step
 from firstnan.loop import Guard
-from firstnan.optimizers import finish_step
 
 # The package has two names, each with its own class of callbacks.
 _HOMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from firstnan._hooks import weakly
+from firstnan._norms import look, norm_of, read
+from firstnan._optimizers import Optimizers
+from firstnan._skipped_steps import withhold
+from firstnan._terms import LossTerms, by_name
+from firstnan._verdicts import OnRanks, Verdicts
 from firstnan.events import Event, EventLog
 from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.finite import compute_dtype
 from firstnan.health import Health, is_healthy, rescale_
-from firstnan.hooks import weakly
-from firstnan.norms import look, norm_of, read
-from firstnan.optimizers import Optimizers
 from firstnan.parts import SHARED, SNAPSHOT_EVERY, ModuleParts, Parameters, TooFewHealthyParts
 from firstnan.recovery import Recovery, with_all_kinds
-from firstnan.skipped_steps import withhold
-from firstnan.terms import LossTerms, by_name
-from firstnan.verdicts import OnRanks, Verdicts
 from firstnan.watch import Locator
 
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()  # a bad batch may reach another's model

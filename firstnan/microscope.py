@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from firstnan.norms import as_reals, stored
+from firstnan._norms import as_reals, stored
 
 _SPANS, _NAMED = 8, 4  # most spans of rows in a text; most rows without their count
 _OWN = [str(file) for file in Path(__file__).parent.glob("*.py")]  # not its tests

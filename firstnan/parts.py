@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firstnan.buffers import Buffers
+from firstnan._buffers import Buffers
+from firstnan._norms import local, read
+from firstnan._optimizers import Optimizers
 from firstnan.errors import GUARD_STOPPED, UserError
-from firstnan.norms import local, read
-from firstnan.optimizers import Optimizers
 
 SNAPSHOT_EVERY = 100  # steps between two snapshots of a part's state
 WHOLE, SHARED = "model", "shared"  # the only part without `parts`; the part of all other weights

@@ -33,16 +33,16 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from firstnan._hooks import nodes
+from firstnan._norms import are_finite, as_reals, norm_of
+from firstnan._optimizers import judged_first, unscale_
+from firstnan._recorder import is_first_run, is_transformed
+from firstnan._skipped_steps import give_back, is_skipping, skipping, withhold
 from firstnan.agreement import Agreement, several_ranks
 from firstnan.bundle import save
 from firstnan.bundle_file import library
 from firstnan.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK, UserError
-from firstnan.hooks import nodes
 from firstnan.microscope import Microscope
-from firstnan.norms import are_finite, as_reals, norm_of
-from firstnan.optimizers import judged_first, unscale_
-from firstnan.recorder import is_first_run, is_transformed
-from firstnan.skipped_steps import give_back, is_skipping, skipping, withhold
 from firstnan.watch import FINITE_AGAIN, OUTSIDE, Finding, LossOrigin, Watch, first_finding
 
 _OVERFLOWS = 5  # in a row before they are reported: a loss scale starts a few halvings too large

@@ -41,9 +41,9 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from firstnan._norms import as_reals, stored
 from firstnan.errors import BAD_INPUT, OK, UserError
 from firstnan.microscope import UNINITIALIZED, source_line, storage_key
-from firstnan.norms import as_reals, stored
 
 FORMAT = 1
 MOST = 500_000  # operations of a recording

@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from firstnan._graph import Origin, origin_of
+from firstnan._hooks import version_of, weakly
+from firstnan._norms import are_finite, is_sharded
+from firstnan._recorder import Recorder, floating, is_first_run, repeating
 from firstnan.agreement import Agreement, several_ranks
 from firstnan.diagnosis import Diagnosis, diagnose, report
 from firstnan.events import Event
 from firstnan.faults import Stage
-from firstnan.graph import Origin, origin_of
-from firstnan.hooks import version_of, weakly
 from firstnan.microscope import Fault, Microscope, TensorFacts
-from firstnan.norms import are_finite, is_sharded
-from firstnan.recorder import Recorder, floating, is_first_run, repeating
 
 _DEVICES = ("cpu", "cuda")
 _CALLS = 8  # most forward passes of one step that are kept, the last ones

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from firstnan.buffers import Buffers
+from firstnan._buffers import Buffers
 from firstnan.loop import Guard
 from tests.bits import same
 

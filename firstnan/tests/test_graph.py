@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.diagnosis import KINDS, faulty_case, is_finite
 from firstnan import Guard
+from firstnan._graph import origin_of
 from firstnan.diagnosis import diagnose
-from firstnan.graph import origin_of
 from firstnan.microscope import Microscope
 from firstnan.watch import LossOrigin
 

@@ -7,7 +7,7 @@ from torch import nn
 from firstnan import Guard
 from tests.fake_cuda import fake_cuda
 
-READ = "norms.py: flat = "
+READ = "_norms.py: flat = "
 
 
 def _waits(of_step, **options):

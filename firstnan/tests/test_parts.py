@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from firstnan.optimizers import Optimizers
+from firstnan._optimizers import Optimizers
 from firstnan.parts import ModuleParts
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from firstnan.recorder import floating
+from firstnan._recorder import floating
 from firstnan.tests.test_watch import LOG, Op, X, network
 from firstnan.watch import Watch
 

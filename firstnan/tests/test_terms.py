@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from firstnan._terms import LossTerms
 from firstnan.faults import Stage, Thresholds
-from firstnan.terms import LossTerms
 
 FEW = Thresholds(restore_after=3, dead_after=4)
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from firstnan._hooks import nodes, weakly
+from firstnan._norms import is_sharded, narrow
 from firstnan.agreement import Agreement, several_ranks
-from firstnan.hooks import nodes, weakly
-from firstnan.norms import is_sharded, narrow
 from firstnan.parts import ModuleParts
 
 OnRanks = dict[int, tuple[list[int], str]]  # part -> buffers, and the ranks on which they are bad

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from firstnan.low_precision import LowPrecision, cast, precision_report
+from benchmarks.emulation import LowPrecision, cast, precision_report
 
 # Bits of the mantissa, smallest exponent, largest value: arXiv:2209.05433, table 1.
 FLOAT8 = {torch.float8_e4m3fn: (3, -6, 448.0), torch.float8_e5m2: (2, -14, 57344.0)}

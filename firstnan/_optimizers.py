@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from firstnan.hooks import version_of
-from firstnan.norms import are_finite, norm_of
-from firstnan.recorder import is_first_run
-from firstnan.skipped_steps import give_back, is_skipping, skipping
+from firstnan._hooks import version_of
+from firstnan._norms import are_finite, norm_of
+from firstnan._recorder import is_first_run
+from firstnan._skipped_steps import give_back, is_skipping, skipping
 
 _ATTACHED: weakref.WeakSet[Optimizers] = weakref.WeakSet()
 atexit.register(lambda: [optimizers.detach() for optimizers in list(_ATTACHED)])

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from firstnan._norms import look
 from firstnan.events import Event
 from firstnan.faults import Kinds, Observation, Stage, Thresholds
 from firstnan.health import Health, is_healthy
-from firstnan.norms import look
 
 if TYPE_CHECKING:
-    from firstnan.verdicts import Verdicts
+    from firstnan._verdicts import Verdicts
 
 
 class LossTerms:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firstnan.hooks import version_of, weakly
-from firstnan.norms import as_reals, stored
+from firstnan._hooks import version_of, weakly
+from firstnan._norms import as_reals, stored
 
 _STEPS = 8  # earlier steps that are kept
 _BEFORE = 3  # values that a report lists before the first bad one

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from firstnan.hooks import version_of, weakly
-from firstnan.norms import read
+from firstnan._hooks import version_of, weakly
+from firstnan._norms import read
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _FLOATS |= {torch.complex64, torch.complex128}
