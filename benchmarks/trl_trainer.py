@@ -21,15 +21,17 @@ Our cross-entropy is computed and logged but has weight 0; TRL's trainers have n
 
 All trainers alternate; ratios are medians over rounds (middle half in parentheses), of the time and
 of the CPU time, which other programs disturb less. Memory is the increase of the peak resident set
-in a separate process, with and without the gradients and the two states of AdamW. Losses are from
-the first step, before any update, and from the last one; for `on`, from a separate greedy training,
-so that all trainers see the same text.
+in a separate process, with and without the gradients and the two states of AdamW; `passes` is the
+increase in the forward and backward passes of the second step alone, beyond the gradients. Losses
+are from the first step, before any update, and from the last one; for `on`, from a separate greedy
+training, so that all trainers see the same text.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import itertools
 import logging
 import multiprocessing
@@ -55,6 +57,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     PrinterCallback,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -357,6 +360,49 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
     here.send(None)
 
 
+@contextmanager
+def peaks_of_passes(peaks: list[float]) -> Iterator[None]:
+    """Append the increase of the peak resident set in each step's passes, in MiB, to `peaks`."""
+
+    def measured(passes: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = forget_peak()
+            result = passes(*args, **kwargs)
+            peaks.append(memory()["VmHWM"] - before)
+            return result
+
+        return run
+
+    with (
+        patch.object(Trainer, "training_step", measured(Trainer.training_step)),
+        patch.object(Distiller, "_accumulate", measured(Distiller._accumulate)),
+    ):
+        yield
+
+
+def forget_peak() -> float:
+    """Return free memory to the system, start a new peak, and return the resident set in MiB."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory()["VmRSS"]
+
+
+def memory_of(args: argparse.Namespace, kind: str, name: str, what: str) -> float:
+    """Return the increase of the peak memory in MiB: of the `training`, or of its `passes`."""
+    torch.set_num_threads(args.threads)
+    teacher, student = models(args)
+    run = METHODS[kind][name](args, teacher, student)
+    for lm in (teacher, student):  # weights are in memory only once they have been read
+        sum(float(weight.sum()) for weight in lm.model.parameters())
+    before, peaks = forget_peak(), list[float]()
+    with peaks_of_passes(peaks) if what == "passes" else nullcontext():
+        run(False)
+    if what == "training":
+        return memory()["VmHWM"] - before
+    gradients = sum(4 * p.numel() for p in student.model.parameters()) / 2**20
+    return peaks[1] - gradients
+
+
 def seconds_of(run: Run, greedy: bool = False) -> Times:
     """Return the time and CPU time per step of one training, excluding its first step."""
     ends, _ = run(greedy)
@@ -377,8 +423,9 @@ def measure(kind: str, args: argparse.Namespace) -> None:
         {name: lambda run=run: seconds_of(run) for name, run in runs.items()}, args.rounds
     )
     shape = ["--shape", args.shape, "--threads", str(args.threads)]
-    shape += ["--vocabulary", str(args.vocabulary), "--url", args.url, "--memory_of", kind]
-    peaks = {name: number_of("trl_trainer", *shape, name) for name in runs}
+    shape += ["--vocabulary", str(args.vocabulary), "--url", args.url, "--memory_of"]
+    peaks = {name: number_of("trl_trainer", *shape, kind, name, "training") for name in runs}
+    passes = {name: number_of("trl_trainer", *shape, kind, name, "passes") for name in runs}
     trained = sum(p.numel() for p in student.model.parameters())
     state = 3 * 4 * trained / 2**20  # a gradient and two states of AdamW in float32
     first, peak = next(iter(times.values())), next(iter(peaks.values()))
@@ -390,6 +437,7 @@ def measure(kind: str, args: argparse.Namespace) -> None:
             f"{1000 * statistics.median(wall for wall, _ in seconds):.0f}",
             *(middle_half(clock) for clock in zip(*ratios, strict=True)),
             *(f"{peaks[name]:.0f}", f"{peaks[name] / peak:.2f}", f"{peaks[name] - state:.0f}"),
+            f"{passes[name]:.0f}",
             *(f"{losses[name][0]:.6f}", f"{losses[name][-1]:.6f}"),
             f"{max(abs(a / b - 1) for a, b in zip(losses[name], ours, strict=True)):.0e}",
         )
@@ -406,7 +454,7 @@ def main() -> None:
     parser.add_argument("--models", nargs=2, metavar=("TEACHER", "STUDENT"), help="real ones")
     parser.add_argument("--steps", type=int, default=2, help="timed steps after a warm-up")
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--memory_of", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(namespace=argparse.Namespace(**SIZES))
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # TRL warns that its trainers are experimental
@@ -415,22 +463,13 @@ def main() -> None:
         print(f"{versions('trl', 'transformers')}\n")
         columns = ["vocabulary", "threads", "batch", "kind", "trainer", "ms per step"]
         columns += ["time relative to ours", "CPU time relative to ours", "extra peak MiB"]
-        columns += ["relative to ours", "beyond gradients and AdamW", "first loss", "last loss"]
-        header(*columns, "largest relative difference of a loss")
+        columns += ["relative to ours", "beyond gradients and AdamW", "passes"]
+        header(*columns, "first loss", "last loss", "largest relative difference of a loss")
     cells = itertools.product(args.vocabulary, args.threads, args.shape)
     for args.vocabulary, args.threads, args.shape in cells:
         args.batch, args.length = map(int, args.shape.split("x"))
         if args.memory_of:
-            kind, name = args.memory_of
-            torch.set_num_threads(args.threads)
-            teacher, student = models(args)
-            run = METHODS[kind][name](args, teacher, student)
-            for lm in (teacher, student):  # weights are in memory only once they have been read
-                sum(float(weight.sum()) for weight in lm.model.parameters())
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
-            before = memory()["VmRSS"]
-            run(False)
-            print(memory()["VmHWM"] - before)
+            print(memory_of(args, *args.memory_of))
             return
         for kind in args.kinds:
             with serving(args) if kind == "served" else nullcontext("") as args.url:
