@@ -24,8 +24,12 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from firstnan._values import where_unequal
 from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
-from firstnan.trace import FORMAT
+from firstnan.trace import FORMAT, N_VALUES, values_file
 
 # Relative differences that rounding explains, by the narrower dtype: eight times its epsilon.
 _ROUNDING = {"float64": 2e-15, "float32": 1e-6, "float16": 8e-3, "bfloat16": 6e-2}
@@ -47,7 +51,7 @@ class Operation:
     number: int
     step: int
     op: str
-    direction: str  # before, forward, backward or update
+    direction: str  # before, forward, backward, update, or optimizer: inside of an update
     module: str
     line: str
     node: str  # of autograd, in the backward pass
@@ -141,6 +145,7 @@ class Recording:
 
     about: dict[str, Any]
     operations: list[Operation]
+    values: dict[int, list[Tensor]] = field(default_factory=dict)  # of some operations, whole
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Recording:
@@ -163,7 +168,9 @@ class Recording:
             )
         with file.open(encoding="utf-8") as lines:
             operations = [Operation.of(i, json.loads(line)) for i, line in enumerate(lines)]
-        return cls(about, operations)
+        whole = values_file(file)
+        values = torch.load(whole, weights_only=True) if whole.is_file() else {}
+        return cls(about, operations, values)
 
 
 @dataclass
@@ -230,6 +237,9 @@ class Comparison:
         if self.gradients_alone:
             return self._of_gradients()
         for x, y in self.pairs:
+            # Adam turns the rounding of a gradient near 0 into a whole step.
+            if x.direction == "optimizer" and self.tolerance != 0:
+                continue
             if not self.same(x, y) and not self._is_rounding(x, y):
                 return self._gradient_missing_before(x) or self._explain(x, y)
         return self._more_updates()
@@ -300,6 +310,8 @@ class Comparison:
             return _before(x, y)
         if x.op == "gradients":
             return self._of_a_gradient(x, y)
+        if x.direction == "optimizer" and (found := self._of_settings(*self._update_of(x, y))):
+            return found
         alike = Counter(x.given) == Counter(y.given)
         for one, other in zip(x.inputs, y.inputs, strict=True) if alike else ():
             if found := self._of_input(one, other, x, y):
@@ -329,23 +341,35 @@ class Comparison:
             return Difference("dtype", cause, x, y, lines=lines)
         return Difference("result", self._of_result(x, y), x, y, lines=lines)
 
-    def _of_an_update(self, x: Operation, y: Operation) -> Difference:
-        """Explain an optimizer's result from the same gradients."""
+    def _update_of(self, x: Operation, y: Operation) -> tuple[Operation, Operation]:
+        """Return the updates during which two operations of an optimizer ran."""
+        kind = ("update", "optimizer")
+        a, b = self.a.operations[x.number :], self.b.operations[y.number :]
+        return next(op for op in a if op.kind == kind), next(op for op in b if op.kind == kind)
+
+    def _of_settings(self, x: Operation, y: Operation) -> Difference | None:
+        """Explain settings of the optimizer that differ, if some do."""
         by_setting: dict[tuple[str, str, str], list[str]] = {}
         for name in x.names:
             for setting, one, other in _changed(x.settings.get(name, {}), y.settings.get(name, {})):
                 by_setting.setdefault((setting, f"{one}", f"{other}"), []).append(name)
-        if by_setting:
-            lines = [
-                (setting, f"{one} in A, {other} in B, for {_listed(names)}")
-                for (setting, one, other), names in by_setting.items()
-            ]
-            return Difference("settings", "other settings of the optimizer", x, y, lines=lines)
+        if not by_setting:
+            return None
+        lines = [
+            (setting, f"{one} in A, {other} in B, for {_listed(names)}")
+            for (setting, one, other), names in by_setting.items()
+        ]
+        return Difference("settings", "other settings of the optimizer", x, y, lines=lines)
+
+    def _of_an_update(self, x: Operation, y: Operation) -> Difference:
+        """Explain an optimizer's result from the same gradients."""
+        if found := self._of_settings(x, y):
+            return found
         i = next(self._unequal(x, y), 0)
         lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
         cause = (
             "other state of the optimizer, as moments or a step count, other code of its step, or "
-            "weights that were changed before"
+            "weights that were changed before; record both with --inside-updates to tell them apart"
         )
         return Difference("state", cause, x, y, lines=lines)
 
@@ -435,8 +459,9 @@ class Comparison:
         """Why gradients alone are compared; empty if all operations are."""
         if self.a.about["world_size"] != self.b.about["world_size"]:
             return "the numbers of ranks differ"
-        fewer = min(sum(not x.is_view for x in run.operations) for run in (self.a, self.b))
-        return "the programs differ" if len(self.pairs) < _ALIKE * fewer else ""
+        fewer = min(sum(map(_counts, run.operations)) for run in (self.a, self.b))
+        n_pairs = sum(_counts(x) for x, _ in self.pairs)
+        return "the programs differ" if n_pairs < _ALIKE * fewer else ""
 
     def _of_gradients(self) -> Difference | None:
         """Compare the gradients that the updates get, by the names of the weights.
@@ -483,6 +508,11 @@ class Comparison:
             if of_ranks > 1 and math.isclose(max(ratio, 1 / ratio), of_ranks, rel_tol=0.01):
                 cause += ": a sum over ranks is not divided by their number, or is twice"
         return Difference("gradient", cause, x, y, lines=lines)
+
+
+def _counts(op: Operation) -> bool:
+    """Return whether an operation counts where two programs are compared."""
+    return not op.is_view and op.direction != "optimizer"
 
 
 def _by_name(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
@@ -596,6 +626,9 @@ def _before(x: Operation, y: Operation) -> Difference:
             "a seed, an initialization or a checkpoint" if x.step == 1 else "an update in between"
         )
         return Difference("weights", f"other weights before the step: {when}", x, y, lines=lines)
+    if x.op == "state":
+        cause = "other state of the optimizer before the update: moments, as of a checkpoint"
+        return Difference("state", cause, x, y, lines=lines)
     kinds = {one["dtype"], other["dtype"]}
     values = {*one.get("values", ()), *other.get("values", ())}
     if one["shape"] != other["shape"]:
@@ -647,6 +680,8 @@ def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]
     names = names_a | names_b
     outside = {op.name for op in only if op.direction == "forward" and not op.module}
     factors = [op for op in only if op.name in _FACTORS and op.args.get("other")]
+    if all(op.direction == "optimizer" for op in (*alone_a, *alone_b)):
+        return f"other code of the optimizer's step: {only[0].op} in {many} alone"
     if any(name.startswith("c10d") for name in names):
         return f"an all-reduce is missing in {few}"
     if {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
@@ -749,6 +784,23 @@ def _listed(texts: Sequence[str], most: int = _NAMED) -> str:
     return ", ".join(texts[:most]) + more
 
 
+def _entries(found: Difference, a: Recording, b: Recording) -> list[tuple[str, str]]:
+    """Return where the results of the pair that differs do, or how to find out."""
+    x, y = found.seen or (found.a, found.b)
+    if x is None or y is None:
+        return []
+    pairs = list(zip(a.values.get(x.number, ()), b.values.get(y.number, ()), strict=False))
+    if pairs:
+        return [
+            ("entries", where_unequal(one, other) if one.shape == other.shape else "other shapes")
+            for one, other in pairs
+        ]
+    if all(math.prod(output["shape"]) <= N_VALUES for output in x.outputs):
+        return []
+    how = f"record A again with --values {x.number}, B with --values {y.number}"
+    return [("entries", how)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the first difference of two recordings; return 1 if there is one."""
     parser = argparse.ArgumentParser(
@@ -775,6 +827,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparison = Comparison(a, b, tolerance)
     found = comparison.first()
     if found is not None:
+        found.lines += _entries(found, a, b)
         print(found)
         return FAILED
     way = {0.0: "bit for bit", None: "within the rounding of the dtypes"}

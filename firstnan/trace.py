@@ -7,6 +7,9 @@ before, or an optimizer's update. It holds where the operation ran, its argument
 its inputs, and of each output a digest of all bits, the L2 norm and a few values, so that two runs
 in different processes, machines or precisions can be compared. Recording starts when the script
 first calls a module, and ends the script after `--steps` updates.
+
+With `--inside-updates`, the operations inside of the optimizer's `step()` have lines, too. With
+`--values N`, all values of the results of line N are stored in `OUT/rank0.values.pt`.
 """
 
 from __future__ import annotations
@@ -101,13 +104,25 @@ class Trace(TorchDispatchMode):
     Args:
         file: where the lines are written; it must not exist.
         steps: number of optimizer updates after which the script ends.
+        inside_updates: record the operations inside of the optimizer's `step()`.
+        keep: numbers of the lines of whose results all values are stored.
     """
 
-    def __init__(self, file: Path, steps: int) -> None:
+    def __init__(
+        self,
+        file: Path,
+        steps: int,
+        *,
+        inside_updates: bool = False,
+        keep: Sequence[int] = (),
+    ) -> None:
         super().__init__()
         self.n_operations, self.updates = 0, 0
         self.is_compiled = False  # whether a model was given to torch.compile, which is off here
+        self.values: dict[int, list[Tensor]] = {}  # of the lines in `keep`
         self._steps = steps
+        self._inside_updates, self._is_updating = inside_updates, False
+        self._keep_values = frozenset(keep)
         self._file = file.open("x", encoding="utf-8")
         self._pending: list[dict[str, Any]] = []  # lines of the step, with digests on the device
         self._count = itertools.count()
@@ -149,6 +164,8 @@ class Trace(TorchDispatchMode):
                 hook.remove()
             self._flush()
             self._file.close()
+            if self.values:
+                torch.save(self.values, values_file(Path(self._file.name)))
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         self._begun = True
@@ -209,7 +226,7 @@ class Trace(TorchDispatchMode):
             return out
         if torch.Tag.nondeterministic_seeded in func.tags:
             line["random"] = True
-        number = self._add(line, [Digest.of(x) for x in _results(outputs.values())])
+        number = self._add(line, _results(outputs.values()))
         for x in outputs.values():
             self._keep(x, number)
         return out
@@ -226,6 +243,8 @@ class Trace(TorchDispatchMode):
         module = self._modules[-1] if self._modules else ""
         place = source_line()
         line = "" if place is None else f"{_short(place[0])}:{place[1]}"
+        if self._is_updating and not module:
+            return {"pass": "optimizer", "module": "", "line": line}
         if torch.is_grad_enabled():
             # The node of an operation is made before the operation runs; others make none.
             self._by_sequence.setdefault(_AUTOGRAD._get_sequence_nr() - 1, (module, line))
@@ -238,20 +257,22 @@ class Trace(TorchDispatchMode):
         key = storage_key(x)
         if key not in self._producer:
             name = self._weights.get(key, given)
-            kind = "weight" if name else "data"
-            with self._paused():
-                digest = Digest.of(x)
+            kind = "weight" if name else "state" if self._is_updating else "data"
             line = {"op": kind, "pass": "before", "module": "", "line": "", "name": name or ""}
-            self._keep(x, self._add(line, [digest]))
+            self._keep(x, self._add(line, [x]))
         return [self._producer[key], list(x.shape), list(x.stride()), int(x.storage_offset())]
 
-    def _add(self, line: dict[str, Any], digests: Sequence[Digest] = ()) -> int:
+    def _add(self, line: dict[str, Any], outputs: Sequence[Tensor] = ()) -> int:
         number = next(self._count)
         if number >= MOST:
             raise UserError(
                 f"more than {MOST:,} operations before update {self.updates + 1}: record fewer "
                 "--steps"
             )
+        with self._paused():
+            digests = [Digest.of(x) for x in outputs]
+            if number in self._keep_values:
+                self.values[number] = [stored(x.detach()).cpu().clone() for x in outputs]
         self._pending.append({"step": self.updates + 1, **line, "outputs": digests})
         self.n_operations += 1
         return number
@@ -276,19 +297,18 @@ class Trace(TorchDispatchMode):
         owned = list(self._owned(optimizer))
         self._gradients = [(name, p) for name, p, _ in owned if p.grad is not None]
         inputs = [self._source(p.grad) for _, p in self._gradients if p.grad is not None]
-        with self._paused():
-            before = [Digest.of(p.grad) for _, p in self._gradients if p.grad is not None]
+        before = [p.grad for _, p in self._gradients if p.grad is not None]
         line = {"op": "gradients", "pass": "update", "module": "", "line": "", "inputs": inputs}
         names = [name for name, _ in self._gradients]
         held = [name for name, *_ in owned]
         self._given = self._add({**line, "names": names, "held": held}, before)
-        self._pause.on = True  # an update is one line
+        self._is_updating = True
+        self._pause.on = not self._inside_updates
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._begun:
             return
-        after = [Digest.of(p) for _, p in self._gradients]
-        self._pause.on = False
+        self._is_updating = self._pause.on = False
         settings = {
             name: {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
             for name, _, group in self._owned(optimizer)
@@ -296,8 +316,9 @@ class Trace(TorchDispatchMode):
         names = [name for name, _ in self._gradients]
         line = {"op": type(optimizer).__name__, "pass": "update", "module": "", "line": ""}
         line |= {"names": names, "settings": settings, "inputs": [[self._given, [], [], 0]]}
+        after = [p for _, p in self._gradients]
         number = self._add(line, after)
-        for _, p in self._gradients:
+        for p in after:
             self._keep(p, number)
         self._gradients = []
         self.updates += 1
@@ -322,6 +343,11 @@ class Trace(TorchDispatchMode):
         self._by_sequence.clear()
         for key in [key for key, storage in self._alive.items() if storage.expired()]:
             del self._alive[key], self._producer[key]
+
+
+def values_file(lines: Path) -> Path:
+    """Return the file of the values that belong to a recording's lines."""
+    return lines.with_suffix(".values.pt")
 
 
 def write_about(folder: Path, script: str) -> None:
@@ -431,6 +457,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--steps", type=int, default=3, help="optimizer updates to record (default: 3)")
+    inside = "record the operations inside of the optimizer's step(), too"
+    add("--inside-updates", action="store_true", help=inside)
+    values = "store all values of this operation, whose number `diff` names; may be given again"
+    add("--values", type=int, action="append", default=[], metavar="N", help=values)
     add("out", type=Path, help="folder for the recording; it must not hold one")
     add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     add("script", help="the script to run")
@@ -445,7 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if file.exists():
             raise UserError(f"{file} exists: give another folder, or delete this one")
         options.out.mkdir(parents=True, exist_ok=True)
-        trace = Trace(file, options.steps)
+        inside, keep = options.inside_updates, options.values
+        trace = Trace(file, options.steps, inside_updates=inside, keep=keep)
     except (OSError, UserError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -460,3 +491,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"{trace.updates} updates, {trace.n_operations:,} operations"
         compiled = "; torch.compile was off" if trace.is_compiled else ""
         print(f"recorded: {what}, in {options.out}{compiled}", file=sys.stderr)
+        if missing := sorted(set(options.values) - set(trace.values)):
+            print(f"no operation has the number {missing[0]}: no values of it", file=sys.stderr)

@@ -1,12 +1,15 @@
 """`python -m firstnan record` and `diff` name the first operation at which two runs differ."""
 
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from firstnan import diff, trace
+from firstnan._values import where_unequal
 from firstnan.diff import Comparison, Recording, relative_difference
 from tests.processes import free_port, python
 
@@ -175,6 +178,91 @@ def test_a_recorded_run_has_the_same_losses(tmp_path):
     assert again.returncode == 2 and "give another folder" in again.stderr
     bad = python(tmp_path, "-m", "firstnan", "diff", "a", "nothing", text=True)
     assert bad.returncode == 2 and "holds no recording of rank 0" in bad.stderr
+
+
+OWN_OPTIMIZER = """
+import sys
+
+import torch
+from torch import nn
+
+
+class Own(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                with torch.no_grad():
+                    g = p.grad
+                    if "normed" in sys.argv:
+                        g = g / torch.linalg.vector_norm(g)
+                    p.add_(g, alpha=-group["lr"])
+
+
+torch.manual_seed(0)
+net = nn.Linear(8, 16)
+optimizer = Own(net.parameters(), lr=0.2 if "rate" in sys.argv else 0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    net(torch.randn(6, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_operations_of_an_update_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    script = tmp_path / "train.py"
+    script.write_text(OWN_OPTIMIZER)
+
+    def record(out, *words, flags=("--inside-updates",)):
+        assert trace.main([*flags, "--steps", "2", str(tmp_path / out), str(script), *words]) == 0
+        return tmp_path / out
+
+    plain, normed = record("a"), record("b", "normed")
+    found = compared(plain, normed)
+    assert found is not None and found.b is not None
+    assert found.cause == "other code of the optimizer's step: linalg_vector_norm in B alone"
+    line = next(i for i, text in enumerate(OWN_OPTIMIZER.splitlines(), 1) if "vector_norm" in text)
+    assert found.b.line.endswith(f"train.py:{line}")
+    assert compared(plain, record("c")) is None
+    found = compared(plain, record("d", "rate"))
+    assert found is not None and found.what == "settings"
+    found = compared(record("e", flags=()), record("f", "normed", flags=()))
+    assert found is not None and "record both with --inside-updates" in found.cause
+
+
+def test_the_entries_that_differ_are_named_by_a_second_recording(recorded, tmp_path, capsys):
+    first = [str(recorded(change)) for change in ("", "mask")]
+    assert diff.main(first) == 1
+    numbers = re.search(
+        r"A again with --values (\d+), B with --values (\d+)", capsys.readouterr().out
+    )
+    assert numbers is not None
+    script = str(recorded("").parent / "train.py")
+    again = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for out, number, change in zip(again, numbers.groups(), ("", "mask"), strict=True):
+        assert trace.main(["--values", number, "--values", "999999", out, script, change]) == 0
+        assert "no operation has the number 999999" in capsys.readouterr().err
+    assert diff.main(again) == 1
+    printed = capsys.readouterr().out
+    assert "24 of 192 entries differ, at 2 of 8 along dimension 2; the largest" in printed, printed
+
+
+def test_where_entries_differ():
+    x = torch.arange(24.0).view(4, 6)
+    assert where_unequal(x, x) == "no entry differs"
+    y = x.clone()
+    y[2, 1] += 5
+    where = "1 of 24 entries differ, at 1 of 6 along dimension 1; the largest difference at"
+    assert where_unequal(x, y) == f"{where} [2, 1]: 13 and 18"
+    assert "the rows of A in another order" in where_unequal(x, x[[1, 0, 3, 2]])
+    y = torch.randn(4, 6)
+    y[:, 1:] = x[:, :-1]
+    assert "B holds the values of A moved by 1 along dimension 1" in where_unequal(x, y)
+    nan = torch.tensor([1.0, float("nan"), 3.0])
+    assert where_unequal(nan, nan) == "no entry differs"
+    assert "at [1]: nan and 0" in where_unequal(nan, nan.nan_to_num(0.0))
+    assert "at []: 1 and 2" in where_unequal(torch.tensor(1), torch.tensor(2))
 
 
 REGRESSION = """
