@@ -7,7 +7,8 @@
 Ten small networks are trained for two steps, once as they are and once with one of twenty changes;
 half of these act in the backward pass or in the update. A difference counts as named if what
 differs, the pass and, where there is one, the operation are right. Equal pairs are trained twice
-with the same seed. Both trainings run in this process, one after the other.
+with the same seed. Each network is also trained with its body in bfloat16, and compared within the
+rounding of the dtypes. All trainings run in this process, one after the other.
 
 The cost is that of a plain loop over a causal language model, 4 x 128 tokens, with and without
 recording, in turns of three steps in processes of their own; the first step is left out.
@@ -276,7 +277,7 @@ def main() -> None:
         cost(args.cost, rounds=3)
         return
     named: Counter[str] = Counter()
-    alarms = 0
+    alarms = of_rounding = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind in args.nets:
@@ -288,6 +289,10 @@ def main() -> None:
                 named[plant] += right
                 if args.show and not right:
                     print(f"--- {kind}, {plant}\n{found}\n")
+            half = Comparison(plain, record(folder / kind / "half", kind, "bf16", 0), None).first()
+            of_rounding += half is not None
+            if args.show and half is not None:
+                print(f"--- {kind}, bfloat16\n{half}\n")
             for seed in range(args.seeds):
                 a, b = (record(folder / kind / f"{side}{seed}", kind, "", seed) for side in "ab")
                 alarms += Comparison(a, b).first() is not None
@@ -296,6 +301,7 @@ def main() -> None:
         row(plant, f"{named[plant]}", f"{len(args.nets)}")
     print(f"\nnamed: {named.total()} of {len(args.nets) * len(args.plants)}")
     print(f"equal pairs with a difference: {alarms} of {args.seeds * len(args.nets)}")
+    print(f"float32 and bfloat16 with a difference: {of_rounding} of {len(args.nets)}")
 
 
 if __name__ == "__main__":

@@ -301,6 +301,8 @@ class Comparison:
             )
         ]
         now = max(map(relative_difference, x.outputs, y.outputs), default=0.0)
+        if x.name in _FACTORS and x.args == y.args:  # a relative difference cannot grow by itself
+            return now <= sum(before)
         usual = max(self._noise_a[x.number], self._noise_b[y.number], self.tolerance or 0.0)
         return now <= _GROWTH * min(usual, max(before, default=0.0))
 
