@@ -156,7 +156,7 @@ def nan_tools(page: str, figure: Figure) -> None:
     named.set_xlabel("operation named, of 200 faults")
     cost.set_yticks([])
     cost.axvline(1, color="black", linewidth=0.8)
-    cost.set_xlabel("CPU time of a healthy step, relative to no tool")
+    cost.set_xlabel("CPU time of a step, relative to no tool")
 
 
 def students(page: str, figure: Figure) -> None:
@@ -253,7 +253,7 @@ FIGURES: Mapping[str, tuple[Callable[[str, Figure], None], tuple[float, float]]]
     "calibration": (calibration, (7, 2.8)),
     "labels": (labels, (7, 2.8)),
     "guard": (guard, (7, 2.2)),
-    "nan_tools": (nan_tools, (7.4, 2.4)),
+    "nan_tools": (nan_tools, (7.4, 2.9)),
     "students": (students, (5.2, 3.2)),
     "caches": (caches, (6.2, 3.6)),
     "steps": (steps, (7.4, 3.2)),

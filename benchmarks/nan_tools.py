@@ -1,7 +1,11 @@
 """Compare tools that look for a NaN: what they name, what they stop, what they cost.
 
+    pip install --target peers --no-deps sherlorch==0.1.0 stabilityguard==0.3.0 trainpulse==0.4.0
     python -m benchmarks.nan_tools              # writes docs/results.md
     python -m benchmarks.nan_tools --cost 60    # only what they cost, in ms and as a share
+
+The packages are found with `PYTHONPATH=peers`. One that is not installed is left out, and `--tools`
+chooses some; the table is then printed and not written.
 
 - 200 faults from `benchmarks.diagnosis`, each operation in a module of its own. The true module is
   the first whose output is not finite; if the forward pass is finite, the last with the operation.
@@ -18,6 +22,15 @@ The tools, each as its authors publish it:
 - dispatch mode: a `TorchDispatchMode` that checks the result of every operation, forward and
   backward, as proposed in pytorch#187653 (for #160016).
 - loss check: stop if the loss or the gradient norm is not finite, as in torchtitan.
+- sherlorch: `trace()` and `watch(model)`, then `diagnose` on the loss or, if that is finite, on the
+  first bad gradient; gradients have no provenance, so that this raises a KeyError, which we count
+  as found without a name. It names functions; `FUNCTIONS` translates them into operations.
+- stabilityguard: `GuardedOptimizer` with `nan_action="raise"` where a fault is to be named, with
+  `"skip"`, its default, in the training. It names no operation by design. Its "trigger layer" is
+  one of the modules and weights with a bad gradient, in the order of a set of strings, so that the
+  number of right modules differs from run to run unless `PYTHONHASHSEED` is set.
+- trainpulse: a `Monitor` that gets the loss and the gradient norm after each backward pass, with an
+  alert callback that stops the step. It sees numbers only, and so names nothing by design.
 - the guard of this repository: `Watch` where a fault is to be named, `Guard(locate=True)` in the
   trainings.
 """
@@ -27,13 +40,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import io
+import os
 import random
 import re
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,6 +73,11 @@ from firstnan.watch import Watch
 
 FAULTS, HEALTHY, STEPS, PAIRS = 200, 50, 20, 15
 RECORDER = "the guard's recorder"
+PACKAGES = ("sherlorch", "stabilityguard", "trainpulse")
+FUNCTIONS = {"linear": "addmm", "half": "_to_copy", "normalize": "div"}
+"""The operation that fails in a function of another name."""
+
+Backward = Callable[[Tensor], None]
 
 
 class Found(RuntimeError):
@@ -103,29 +125,29 @@ class Steps(nn.Sequential):
 
 
 @contextlib.contextmanager
-def nothing(model: nn.Module) -> Iterator[None]:
-    yield
+def nothing(model: nn.Module) -> Iterator[Backward]:
+    yield Tensor.backward
 
 
 @contextlib.contextmanager
-def anomaly_mode(model: nn.Module) -> Iterator[None]:
+def anomaly_mode(model: nn.Module) -> Iterator[Backward]:
     try:
         with torch.autograd.detect_anomaly():
-            yield
+            yield Tensor.backward
     except RuntimeError as error:
         node = re.search(r"Function '(\w+)' returned nan", str(error))
         raise (Found(node[1]) if node else error) from error
 
 
 @contextlib.contextmanager
-def forward_hooks(model: nn.Module) -> Iterator[None]:
+def forward_hooks(model: nn.Module) -> Iterator[Backward]:
     def check(name: str, module: nn.Module, args: object, out: object) -> None:
         if not is_finite(out) and is_finite(args):
             raise Found(module=name)
 
     handles = [m.register_forward_hook(partial(check, n)) for n, m in model.named_modules()]
     try:
-        yield
+        yield Tensor.backward
     finally:
         for handle in handles:
             handle.remove()
@@ -140,45 +162,123 @@ class EveryResult(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def dispatch_mode(model: nn.Module) -> Iterator[None]:
+def dispatch_mode(model: nn.Module) -> Iterator[Backward]:
     with EveryResult():
-        yield
+        yield Tensor.backward
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @contextlib.contextmanager
-def loss_check(model: nn.Module) -> Iterator[None]:
-    yield
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    if not bool(torch.isfinite(norm)):
-        raise Found
+def loss_check(model: nn.Module) -> Iterator[Backward]:
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        norm = nn.utils.get_total_norm(gradients(model))
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise Found
+
+    yield backward
 
 
 @contextlib.contextmanager
-def watch(model: nn.Module) -> Iterator[None]:
+def watch(model: nn.Module) -> Iterator[Backward]:
     watching = Watch(model)
-    yield
+    yield Tensor.backward
     if (found := watching.explain()) is not None:
         if found.fault is None:
             raise Found
         raise Found(found.fault.op, (found.module or "").partition(".")[2])
 
 
-TOOLS: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[None]]] = {
+@contextlib.contextmanager
+def provenance(model: nn.Module) -> Iterator[Backward]:
+    """Trace a step with sherlorch."""
+    import sherlorch  # pyright: ignore[reportMissingImports]
+
+    with sherlorch.trace() as tracker:
+        tracker.watch(model, name="model")
+
+        def backward(loss: Tensor) -> None:
+            loss.backward()
+            bad = [x for x in (loss, *gradients(model)) if tracker.has_issue(x)]
+            if bad:
+                try:
+                    first = tracker.diagnose(bad[0]).culprits[0]
+                except KeyError:
+                    raise Found from None
+                op = FUNCTIONS.get(first.op_name, first.op_name)
+                raise Found(f"aten.{op}", (first.module_path or "").partition(".")[2])
+
+        yield backward
+
+
+@contextlib.contextmanager
+def spike_guard(model: nn.Module) -> Iterator[Backward]:
+    """Check a step with stabilityguard; its update is one of size 0."""
+    from stabilityguard import GuardedOptimizer  # pyright: ignore[reportMissingImports]
+    from stabilityguard.core.actions import (  # pyright: ignore[reportMissingImports]
+        GradientSpikeError,
+    )
+
+    weights = [*model.parameters()] or [torch.zeros(1)]
+    optimizer = GuardedOptimizer(torch.optim.SGD(weights, lr=0), model, nan_action="raise")
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        try:
+            optimizer.step()
+        except GradientSpikeError as error:
+            raise Found(module=error.layer) from error
+
+    with contextlib.closing(optimizer), contextlib.redirect_stdout(io.StringIO()):
+        yield backward
+
+
+@contextlib.contextmanager
+def monitor(model: nn.Module) -> Iterator[Backward]:
+    """Report the loss and the gradient norm of a step to trainpulse."""
+    from trainpulse import Monitor, MonitorConfig  # pyright: ignore[reportMissingImports]
+
+    def stop(alert: object) -> None:
+        raise Found
+
+    metrics = Monitor(MonitorConfig(alert_callbacks=[stop]))
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        metrics.log("loss", 0, loss.item())
+        metrics.log("grad_norm", 0, nn.utils.get_total_norm(gradients(model)).item())
+
+    yield backward
+
+
+TOOLS: dict[str, Callable[[nn.Module], contextlib.AbstractContextManager[Backward]]] = {
     "none": nothing,
     "anomaly mode": anomaly_mode,
     "forward hooks": forward_hooks,
     "dispatch mode": dispatch_mode,
     "loss check": loss_check,
+    "sherlorch": provenance,
+    "stabilityguard": spike_guard,
+    "trainpulse": monitor,
     "the guard": watch,
 }
+ALL = set(TOOLS)
+MISSING = [name for name in PACKAGES if find_spec(name) is None]
+for name in MISSING:
+    del TOOLS[name]
+# These wrap the optimizer or, as the recorder, the model.
+IN_TRAINING = TOOLS | dict.fromkeys(["stabilityguard", "the guard", RECORDER], nothing)
 
 
 def outcome(tool: str, model: nn.Module, loss: Callable[[], Tensor]) -> Found | None:
     """Run a step under a tool; return what it finds."""
     model.zero_grad()
     try:
-        with TOOLS[tool](model):
-            loss().backward()
+        with TOOLS[tool](model) as backward:
+            backward(loss())
     except Found as found:
         return found
     return None
@@ -231,27 +331,38 @@ class Heads(nn.Module):
         return features, losses
 
 
+def optimizer_under(
+    tool: str, model: nn.Module, heads: Mapping[str, nn.Module] | None = None
+) -> Any:
+    """Return AdamW, in the wrapper of a tool that has one."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    if tool == "the guard":
+        return Guard(model, optimizer, heads, locate=True)
+    if tool == "stabilityguard":
+        from stabilityguard import GuardedOptimizer  # pyright: ignore[reportMissingImports]
+
+        return GuardedOptimizer(optimizer, model)
+    return optimizer
+
+
 def trained(tool: str) -> tuple[int, bool]:
     """Train four heads; return the updates of heads, and whether all weights are finite."""
     torch.manual_seed(0)
     model, updates = Heads(), 0
-    optimizer = torch.optim.AdamW(model.parameters())
-    heads: Mapping[str, nn.Module] = dict(model.heads.items())
-    guard = Guard(model, optimizer, heads, locate=True) if tool == "the guard" else None
-    with contextlib.suppress(Found):
+    optimizer = optimizer_under(tool, model, dict(model.heads.items()))
+    with contextlib.suppress(Found), contextlib.redirect_stdout(io.StringIO()):
         for step in range(STEPS):
-            optimizer.zero_grad()
-            with nothing(model) if guard else TOOLS[tool](model):
+            model.zero_grad()
+            before = copy.deepcopy(model.heads.state_dict())
+            with IN_TRAINING[tool](model) as backward:
                 features, losses = model(torch.randn(32, 8), float(step != STEPS // 2))
-                if guard is not None:
-                    guard.backward(losses, through=features)
+                if isinstance(optimizer, Guard):
+                    optimizer.backward(losses, through=features)
                 else:
-                    torch.stack([*losses.values()]).sum().backward()
-            if guard is not None:
-                updates += len(guard.step() - {"shared"})
-            else:
-                optimizer.step()
-                updates += len(heads)
+                    backward(torch.stack([*losses.values()]).sum())
+            optimizer.step()
+            after = model.heads.state_dict()
+            updates += sum(not before[x].equal(after[x]) for x in after if x.endswith("weight"))
     return updates, is_finite([*model.parameters()])
 
 
@@ -270,19 +381,18 @@ def timer(tool: str, model: nn.Module, x: Tensor) -> Callable[[], float]:
     """Return a healthy step of a copy of the model under a tool, which returns its CPU seconds."""
     model = copy.deepcopy(model)
     labels = torch.randint(1000, x.shape[:-1]).flatten()
-    optimizer = torch.optim.AdamW(model.parameters())
-    guard = Guard(model, optimizer, locate=True) if tool == "the guard" else None
+    optimizer = optimizer_under(tool, model)
     recorder = Watch(model, record=True) if tool == RECORDER else None
 
     def seconds() -> float:
-        optimizer.zero_grad()
+        model.zero_grad()
         began = time.process_time()
-        with nothing(model) if guard or recorder else TOOLS[tool](model):
+        with IN_TRAINING[tool](model) as backward:
             loss = F.cross_entropy(model(x).flatten(0, -2), labels)
-            loss.backward() if guard is None else guard.backward(loss)
+            optimizer.backward(loss) if isinstance(optimizer, Guard) else backward(loss)
         if recorder is not None:
             recorder.forget()
-        optimizer.step() if guard is None else guard.step()
+        optimizer.step()
         return time.process_time() - began
 
     return seconds
@@ -304,7 +414,8 @@ def print_costs(pairs: int) -> None:
     for tool in (*TOOLS, RECORDER):
         cells = []
         for given in small.values():
-            plain, under, ratios = in_pairs(timer("none", *given), timer(tool, *given), pairs)
+            with contextlib.redirect_stdout(io.StringIO()):  # stabilityguard prints spikes
+                plain, under, ratios = in_pairs(timer("none", *given), timer(tool, *given), pairs)
             added = middle_half([1000 * (y - x) for x, y in zip(plain, under, strict=True)])
             step = f"{1000 * statistics.median(plain):.1f} ms"
             share = f"{100 * (statistics.median(ratios) - 1):.0f} %"
@@ -312,26 +423,37 @@ def print_costs(pairs: int) -> None:
         row(tool, *cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cost", type=int, metavar="PAIRS", help="only print what the tools cost")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # anomaly mode says that it is slow
-    if args.cost:
-        return print_costs(args.cost)
+def compare() -> None:
+    """Print the table, and write it to docs/results.md if it is that of all tools."""
     found, alarms, transformer = faults(), false_alarms(), models()["transformer"]
     columns = ["tool", f"faults found, of {FAULTS}", "operation right", "module right"]
     columns += [f"healthy steps stopped, of {HEALTHY}", f"updates of heads, of {4 * STEPS}"]
     lines = [table_head([*columns, "all weights finite", "CPU time of a step"])]
+    print(lines[0], flush=True)
     for tool in TOOLS:
         updates, finite = trained(tool)
         cells = [*found[tool], alarms[tool], updates, "yes" if finite else "no"]
         time_of_step = middle_half(cost(tool, *transformer, PAIRS))
         lines.append(table_line([tool, *map(str, cells), time_of_step]))
-    text = "\n".join(lines) + "\n"
-    write_section("nan_tools", text)
-    print(text)
+        print(lines[-1], flush=True)
+    if TOOLS.keys() == ALL:
+        write_section("nan_tools", "\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cost", type=int, metavar="PAIRS", help="only print what the tools cost")
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS), metavar="TOOL")
+    args = parser.parse_args()
+    for tool in TOOLS.keys() - args.tools:
+        del TOOLS[tool]
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # anomaly mode says that it is slow
+    if MISSING:
+        print(f"left out, not installed: {', '.join(MISSING)} (pip install {' '.join(MISSING)})\n")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # stabilityguard writes reports into the working directory
+        print_costs(args.cost) if args.cost else compare()
 
 
 if __name__ == "__main__":
