@@ -8,9 +8,11 @@ import io
 import json
 import re
 import shlex
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ class Block:
         line: first line, from 1; in a notebook the index of the cell.
         kind: python, sh, ...
         body: the code.
-        needs: what the block needs and this machine may lack; only its imports are run then.
+        needs: what the block needs and this machine may lack: a package, "pip install NAME",
+            without which nothing of the block is run, or something else, when only its imports are.
         printed: the output that the page shows; None where it shows none.
     """
 
@@ -72,12 +75,17 @@ def blocks(page: Path, *kinds: str) -> list[Block]:
 def run(block: Block, names: dict[str, Any]) -> None:
     """Run a Python block in the namespace `names`, and compare its output with the page."""
     tree = ast.parse(block.body)
-    if block.needs is not None:
+    package = re.fullmatch(r"pip install (\w+)", block.needs or "")
+    if package and find_spec(package[1]) is None:
+        return
+    if block.needs is not None and not package:
         tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     if block.page.suffix != ".ipynb":
         ast.increment_lineno(tree, block.line - 1)
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        if package:
+            warnings.simplefilter("ignore")  # those of a package that is not under test
         exec(compile(tree, str(block.page), "exec"), names)
     want = block.printed
     if want is not None:
