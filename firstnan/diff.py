@@ -106,7 +106,7 @@ class Operation:
         if self.direction == "before":
             output = self.outputs[0]
             kind = "".join(c for c in output["dtype"] if c.isalpha())  # float, int or bool
-            return "before", self.op, kind, str(len(output["shape"]))
+            return "before", self.op, kind.removeprefix("b"), str(len(output["shape"]))
         return self.direction, self.module.partition(".")[2], self.name
 
     @property
@@ -414,7 +414,44 @@ class Comparison:
         if not alone_a and not alone_b:
             lines = [("input A", str(p)), ("input B", str(q))]
             return Difference("operation", "reads another value", x, y, lines=lines)
-        return _of_one_run(alone_a, alone_b, (x, y))
+        return self._of_one_run(alone_a, alone_b, (x, y))
+
+    def _of_one_run(
+        self,
+        alone_a: Sequence[Operation],
+        alone_b: Sequence[Operation],
+        seen: tuple[Operation, Operation],
+    ) -> Difference:
+        """Explain operations that only one run has, and that lead to the first unequal result."""
+        lines = [
+            (f"only in {which}", _listed([str(op) for op in ops]))
+            for which, ops in (("A", alone_a), ("B", alone_b))
+            if ops
+        ]
+        drawn = [[op for op in ops if _is_drawn_again(op)] for ops in (alone_a, alone_b)]
+        shown = drawn if any(drawn) else (alone_a, alone_b)
+        first_a, first_b = (next(iter(ops), None) for ops in shown)
+        cause = _cause_of_one_run(alone_a, alone_b)
+        collective = next((op for op in (*alone_a, *alone_b) if op.op.startswith("c10d.")), None)
+        if collective is not None:
+            first_a, first_b, cause = self._of_collective(collective)
+        return Difference("operation", cause, first_a, first_b, seen, lines)
+
+    def _of_collective(self, found: Operation) -> tuple[Operation | None, Operation | None, str]:
+        """Return the operations of both runs, and the cause, for a collective without a pair."""
+        is_a = self.a.operations[found.number] is found
+        run, partner = (self.b, self._a_of) if is_a else (self.a, self._b_of)
+        elsewhere = [
+            op
+            for op in run.operations
+            if op.step == found.step and op.op == found.op and op.number not in partner
+        ]
+        other = next(iter(elsewhere), None)
+        a, b = (found, other) if is_a else (other, found)
+        name = "an all-reduce" if "allreduce" in found.op else found.op
+        if other is None:
+            return a, b, f"{name} is missing in {'B' if is_a else 'A'}"
+        return a, b, f"{name} at another place: before or after other gradients were added"
 
     def _of_part(
         self, one: Sequence[Any], other: Sequence[Any], x: Operation, y: Operation
@@ -503,13 +540,37 @@ class Comparison:
         lines += [("weights", _listed([name for name, *_ in unequal]))]
         lines += [("values", _in_words(*unequal[0][1:]))]
         cause = "other gradients: another batch, another loss, or no mean over the ranks"
+        n, m = (op.args["backward passes"] for op in (x, y))
+        a, b, seen = x, y, None
+        if n != m:
+            cause = (
+                f"gradients of {n} backward passes in A, of {m} in B: each loss is a mean over its "
+                "own tokens or samples, not over those of the update, or another batch"
+            )
+            a, b = (_loss(run, x.step) for run in (self.a, self.b))
+            seen = x, y
         if len(ratios) == len(found) and max(ratios) - min(ratios) <= 0.01 * max(ratios):
             ratio = max(ratios)
             cause = f"gradients in B are {ratio:.4g} times those in A"
             of_ranks = max(sizes) / min(sizes)
             if of_ranks > 1 and math.isclose(max(ratio, 1 / ratio), of_ranks, rel_tol=0.01):
                 cause += ": a sum over ranks is not divided by their number, or is twice"
-        return Difference("gradient", cause, x, y, lines=lines)
+            elif n != m and math.isclose(ratio, m / n, rel_tol=0.01):
+                cause += f": of {m} backward passes in B and {n} in A, not divided by their number"
+        return Difference("gradient", cause, a, b, seen, lines)
+
+
+def _loss(run: Recording, step: int) -> Operation | None:
+    """Return what makes one number before a step's first backward pass, but for a factor."""
+    found = None
+    for op in run.operations:
+        if op.step == step and op.direction == "backward":
+            break
+        is_number = [x["shape"] for x in op.outputs[:1]] == [[]]
+        # The gradient of the loss itself is ones_like.
+        if op.direction == "forward" and is_number and op.name not in {"ones_like", *_FACTORS}:
+            found = op
+    return found
 
 
 def _counts(op: Operation) -> bool:
@@ -627,6 +688,8 @@ def _before(x: Operation, y: Operation) -> Difference:
         when = (
             "a seed, an initialization or a checkpoint" if x.step == 1 else "an update in between"
         )
+        if x.step == 1 and any(map(_is_garbage, (one, other))):
+            when = "memory that was allocated and never written, by their size"
         return Difference("weights", f"other weights before the step: {when}", x, y, lines=lines)
     if x.op == "state":
         cause = "other state of the optimizer before the update: moments, as of a checkpoint"
@@ -646,6 +709,12 @@ def _before(x: Operation, y: Operation) -> Difference:
     return Difference("batch", cause, x, y, lines=lines)
 
 
+def _is_garbage(output: Digest) -> bool:
+    """Return whether values are too small or too large for weights, and for a mask."""
+    sizes = [abs(v) for v in output.get("values", ())]
+    return any(0 < size < 1e-30 or 1e15 < size < 1e37 for size in sizes)
+
+
 def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
     """Explain weights that have a gradient in one run alone, at an update of both."""
     missing = sorted((Counter(x.names) - Counter(y.names)) + (Counter(y.names) - Counter(x.names)))
@@ -658,20 +727,9 @@ def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
     return Difference("gradient", cause, x, y, lines=[("weights", _listed(missing))])
 
 
-def _of_one_run(
-    alone_a: Sequence[Operation],
-    alone_b: Sequence[Operation],
-    seen: tuple[Operation, Operation],
-) -> Difference:
-    """Explain operations that only one run has, and that lead to the first unequal result."""
-    lines = [
-        (f"only in {which}", _listed([str(op) for op in ops]))
-        for which, ops in (("A", alone_a), ("B", alone_b))
-        if ops
-    ]
-    first_a, first_b = (next(iter(ops), None) for ops in (alone_a, alone_b))
-    cause = _cause_of_one_run(alone_a, alone_b)
-    return Difference("operation", cause, first_a, first_b, seen, lines)
+def _is_drawn_again(op: Operation) -> bool:
+    """Return whether an operation draws random numbers in the backward pass."""
+    return op.is_random and op.direction == "backward"
 
 
 def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]) -> str:
@@ -684,8 +742,11 @@ def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]
     factors = [op for op in only if op.name in _FACTORS and op.args.get("other")]
     if all(op.direction == "optimizer" for op in (*alone_a, *alone_b)):
         return f"other code of the optimizer's step: {only[0].op} in {many} alone"
-    if any(name.startswith("c10d") for name in names):
-        return f"an all-reduce is missing in {few}"
+    if any(map(_is_drawn_again, only)):
+        return (
+            f"random numbers are drawn in the backward pass of {many} alone: a part of the forward "
+            "pass that runs again there (activation checkpointing) draws others than before"
+        )
     if {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
         return f"a mean in {'A' if 'mean' in names_a else 'B'} alone, a sum in the other"
     if names & {"bernoulli", "native_dropout"}:

@@ -138,6 +138,7 @@ class Trace(TorchDispatchMode):
         self._alive: dict[int, StorageWeakRef] = {}
         self._by_sequence: dict[int, tuple[str, str]] = {}  # autograd's number -> module, line
         self._gradients: list[tuple[str, Tensor]] = []
+        self._passes: set[int] = set()  # numbers of the backward passes since the last update
         self._given = 0  # line of the gradients of the update that runs now
 
     @contextlib.contextmanager
@@ -233,7 +234,8 @@ class Trace(TorchDispatchMode):
 
     def _place(self) -> dict[str, Any]:
         """Return the pass, the module and the source line of the operation that runs now."""
-        if torch._C._current_graph_task_id() != -1:
+        if (number := torch._C._current_graph_task_id()) != -1:
+            self._passes.add(number)
             node: Any = torch._C._current_autograd_node()
             if node is None:
                 return {"pass": "backward", "module": "", "line": ""}
@@ -301,6 +303,8 @@ class Trace(TorchDispatchMode):
         line = {"op": "gradients", "pass": "update", "module": "", "line": "", "inputs": inputs}
         names = [name for name, _ in self._gradients]
         held = [name for name, *_ in owned]
+        line["args"] = {"backward passes": len(self._passes)}
+        self._passes.clear()
         self._given = self._add({**line, "names": names, "held": held}, before)
         self._is_updating = True
         self._pause.on = not self._inside_updates
