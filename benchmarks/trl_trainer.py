@@ -41,7 +41,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -373,10 +373,10 @@ def peaks_of_passes(peaks: list[float]) -> Iterator[None]:
 
         return run
 
-    with (
-        patch.object(Trainer, "training_step", measured(Trainer.training_step)),
-        patch.object(Distiller, "_accumulate", measured(Distiller._accumulate)),
-    ):
+    steps = [(Trainer, "training_step"), (DistillationTrainer, "training_step")]
+    with ExitStack() as patches:
+        for cls, name in [*steps, (Distiller, "_accumulate")]:
+            patches.enter_context(patch.object(cls, name, measured(getattr(cls, name))))
         yield
 
 

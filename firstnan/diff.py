@@ -14,203 +14,42 @@ numbers, or another result of the same operation on the same inputs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import SequenceMatcher
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from firstnan._values import where_unequal
+from firstnan._causes import (
+    Difference,
+    cause_of_one_run,
+    changed_items,
+    is_drawn_again,
+    missing_gradient,
+    of_arguments,
+    unequal_before,
+)
+from firstnan._pairs import by_name, paired
+from firstnan._recording import FACTORS, Digest, Operation, Recording, ancestors, listed, loss_of
+from firstnan._values import (
+    in_words,
+    ratio_of,
+    relative_difference,
+    usual_entry,
+    where_unequal,
+)
 from firstnan.errors import BAD_INPUT, FAILED, OK, UserError
-from firstnan.trace import FORMAT, N_VALUES, values_file
+from firstnan.trace import N_VALUES
+
+__all__ = ["Comparison", "Difference", "Recording"]
 
 # Relative differences that rounding explains, by the narrower dtype: eight times its epsilon.
 _ROUNDING = {"float64": 2e-15, "float32": 1e-6, "float16": 8e-3, "bfloat16": 6e-2}
-_NAMED = 4  # operations that are listed
 _GROWTH = 4  # how much an operation may increase a difference that rounding made
 _OF_SUMS = 1e-3  # relative difference of gradients that another order of summation explains
 _ALIKE = 0.75  # share of operations in pairs, below which two programs are compared by gradients
-_SHORT = 4  # operations of one run alone among which one is named as the cause
 _OF_BITS = ("torch", "machine", "gpu", "threads")  # facts of a process on which bits depend
-_FACTORS = {"mul": "multiplies", "div": "divides"}
-
-Digest = Mapping[str, Any]
-
-
-@dataclass
-class Operation:
-    """A line of a recording."""
-
-    number: int
-    step: int
-    op: str
-    direction: str  # before, forward, backward, update, or optimizer: inside of an update
-    module: str
-    line: str
-    node: str  # of autograd, in the backward pass
-    args: dict[str, Any]
-    inputs: list[list[Any]]  # number of the operation, shape, stride, offset
-    given: list[str]  # the argument of each input
-    outputs: list[Digest]
-    names: list[str]  # of weights, within the model: its class may have another name
-    held: set[str]  # names of all weights of an optimizer
-    settings: dict[str, dict[str, Any]]  # of an optimizer, for each weight
-    is_random: bool
-    is_view: bool
-
-    @classmethod
-    def of(cls, number: int, line: Mapping[str, Any]) -> Operation:
-        """Return the operation of a line; the weights of an update are in the order of names."""
-        names = line.get("names", [line["name"]] if line.get("name") else [])
-        order = sorted(range(len(names)), key=names.__getitem__)
-        inputs, outputs = line.get("inputs", []), line["outputs"]
-        if "names" in line:
-            outputs = [outputs[i] for i in order]
-            inputs = [inputs[i] for i in order] if len(inputs) == len(names) else inputs
-        return cls(
-            number,
-            line["step"],
-            line["op"],
-            line["pass"],
-            line["module"],
-            line["line"],
-            line.get("node", ""),
-            line.get("args", {}),
-            inputs,
-            line.get("given", []),
-            outputs,
-            [_within(names[i]) for i in order],
-            {_within(name) for name in line.get("held", [])},
-            {_within(name): own for name, own in line.get("settings", {}).items()},
-            line.get("random", False),
-            "view" in line,
-        )
-
-    @property
-    def name(self) -> str:
-        """The operation, whether in place or not."""
-        return self.op.rstrip("_")
-
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """The pass, the module within the model, and the operation, in place or not."""
-        if self.direction == "update":
-            return "update", "gradients" if self.op == "gradients" else "optimizer"
-        if self.direction == "before":
-            output = self.outputs[0]
-            kind = "".join(c for c in output["dtype"] if c.isalpha())  # float, int or bool
-            return "before", self.op, kind.removeprefix("b"), str(len(output["shape"]))
-        return self.direction, self.module.partition(".")[2], self.name
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What a pair of operations has in common: kind and shapes.
-
-        The shapes tell apart the products of one node, for its weight and for its input.
-        """
-        if self.direction in ("update", "before"):
-            return self.kind
-        return *self.kind, tuple(tuple(output["shape"]) for output in self.outputs)
-
-    def __str__(self) -> str:
-        """Return a line such as `mul, forward, in Net.norm (train.py:12)`."""
-        if self.direction in ("before", "update"):
-            names = _listed(self.names, 1)
-            of = "" if self.op == "weight" else "of "
-            return (
-                f"{self.op} {of}{names}, {self.direction}"
-                if names
-                else f"{self.op}, {self.direction}"
-            )
-        where = f", in {self.module}" if self.module else ""
-        line = f" ({self.line})" if self.line else ""
-        return f"{self.op}, {self.direction}{where}{line}"
-
-
-def _within(name: str) -> str:
-    """Return the name of a weight within its model, without the name of the model's class."""
-    return name.partition(".")[2] or name
-
-
-@dataclass
-class Recording:
-    """What one process recorded."""
-
-    about: dict[str, Any]
-    operations: list[Operation]
-    values: dict[int, list[Tensor]] = field(default_factory=dict)  # of some operations, whole
-
-    @classmethod
-    def read(cls, folder: Path, rank: int) -> Recording:
-        """Read a folder that `record` wrote.
-
-        Raises:
-            UserError: it holds no recording of this rank, or one of another version.
-        """
-        file = folder / f"rank{rank}.jsonl"
-        if not file.is_file() or not (folder / "about.json").is_file():
-            raise UserError(
-                f"{folder} holds no recording of rank {rank}; make one with python -m firstnan "
-                f"record {folder} SCRIPT"
-            )
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        if about.get("format") != FORMAT:
-            raise UserError(
-                f"{folder} has the format {about.get('format')}, expected {FORMAT}: record both "
-                "runs with one version of firstnan"
-            )
-        with file.open(encoding="utf-8") as lines:
-            operations = [Operation.of(i, json.loads(line)) for i, line in enumerate(lines)]
-        whole = values_file(file)
-        values = torch.load(whole, weights_only=True) if whole.is_file() else {}
-        return cls(about, operations, values)
-
-
-@dataclass
-class Difference:
-    """The first difference of two runs.
-
-    Attributes:
-        what: what differs: `weights`, `batch`, `random numbers`, `arguments`, `operation`, `part`,
-            `dtype`, `gradient`, `settings`, `state` or `result`.
-        cause: the likely cause in words.
-        a: the operation of the first run; None if only the second has it.
-        b: the operation of the second run.
-        seen: the first pair whose results differ, if it is another one.
-        lines: further facts, (name, text).
-    """
-
-    what: str
-    cause: str
-    a: Operation | None
-    b: Operation | None
-    seen: tuple[Operation, Operation] | None = None
-    lines: list[tuple[str, str]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """Return a report of a few lines."""
-        first = self.a or self.b
-        assert first is not None
-        rows = [("step", f"{first.step}")]
-        if self.a is not None and self.b is not None and str(self.a) == str(self.b):
-            rows += [("first", str(first))]
-        else:
-            absent = "no such operation"
-            rows += [("A", str(self.a or absent)), ("B", str(self.b or absent))]
-        rows += self.lines
-        rows.append(("cause", self.cause))
-        if self.seen is not None:
-            a, b = self.seen
-            rows.append(("seen in", f"{a}: {_values_in_words(a, b)}"))
-        width = max(len(name) for name, _ in rows) + 2
-        return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
 
 
 class Comparison:
@@ -276,8 +115,8 @@ class Comparison:
             return
         # Where terms cancel, as in a mean near 0, the error is relative to the terms.
         terms = [self.a.operations[number].outputs for number, *_ in x.inputs if tolerance]
-        least = max((_usual(output) for outputs in terms for output in outputs), default=0.0)
-        least = 0.0 if x.name in _FACTORS else least
+        least = max((usual_entry(output) for outputs in terms for output in outputs), default=0.0)
+        least = 0.0 if x.name in FACTORS else least
         for i, (one, other) in enumerate(zip(x.outputs, y.outputs, strict=False)):
             is_equal = all(one.get(k) == other.get(k) for k in ("shape", "dtype", "bits"))
             is_near = tolerance > 0 and relative_difference(one, other, least) <= tolerance
@@ -301,7 +140,7 @@ class Comparison:
             )
         ]
         now = max(map(relative_difference, x.outputs, y.outputs), default=0.0)
-        if x.name in _FACTORS and x.args == y.args:  # a relative difference cannot grow by itself
+        if x.name in FACTORS and x.args == y.args:  # a relative difference cannot grow by itself
             return now <= sum(before)
         usual = max(self._noise_a[x.number], self._noise_b[y.number], self.tolerance or 0.0)
         return now <= _GROWTH * min(usual, max(before, default=0.0))
@@ -309,7 +148,7 @@ class Comparison:
     def _explain(self, x: Operation, y: Operation) -> Difference:
         """Trace the first pair whose results differ back to what differs."""
         if x.direction == "before":
-            return _before(x, y)
+            return unequal_before(x, y)
         if x.op == "gradients":
             return self._of_a_gradient(x, y)
         if x.direction == "optimizer" and (found := self._of_settings(*self._update_of(x, y))):
@@ -323,21 +162,19 @@ class Comparison:
         if x.direction == "update":
             return self._of_an_update(x, y)
         if not alike:
-            lines = [
-                (f"given in {side}", _listed(op.given, 9)) for side, op in (("A", x), ("B", y))
-            ]
+            lines = [(f"given in {side}", listed(op.given, 9)) for side, op in (("A", x), ("B", y))]
             odd = Counter(x.given) - Counter(y.given) or Counter(y.given) - Counter(x.given)
             which = "A" if Counter(x.given) - Counter(y.given) else "B"
             cause = f"{which} alone gives it {', '.join(odd)}"
             return Difference("arguments", cause, x, y, lines=lines)
-        if changed := _changed(x.args, y.args):
+        if changed := changed_items(x.args, y.args):
             lines = [(name, f"{one} in A, {other} in B") for name, one, other in changed]
-            return Difference("arguments", _of_arguments(x, changed), x, y, lines=lines)
+            return Difference("arguments", of_arguments(x, changed), x, y, lines=lines)
         if x.is_random:
             cause = "other random numbers: another seed, or other numbers were drawn before"
             return Difference("random numbers", cause, x, y)
         i = next(self._unequal(x, y), 0)
-        lines = [("values", _in_words(x.outputs[i], y.outputs[i]))]
+        lines = [("values", in_words(x.outputs[i], y.outputs[i]))]
         if (dtypes := _dtypes(x)) != _dtypes(y):
             cause = f"another dtype: {dtypes} in A, {_dtypes(y)} in B"
             return Difference("dtype", cause, x, y, lines=lines)
@@ -353,12 +190,14 @@ class Comparison:
         """Explain settings of the optimizer that differ, if some do."""
         by_setting: dict[tuple[str, str, str], list[str]] = {}
         for name in x.names:
-            for setting, one, other in _changed(x.settings.get(name, {}), y.settings.get(name, {})):
+            for setting, one, other in changed_items(
+                x.settings.get(name, {}), y.settings.get(name, {})
+            ):
                 by_setting.setdefault((setting, f"{one}", f"{other}"), []).append(name)
         if not by_setting:
             return None
         lines = [
-            (setting, f"{one} in A, {other} in B, for {_listed(names)}")
+            (setting, f"{one} in A, {other} in B, for {listed(names)}")
             for (setting, one, other), names in by_setting.items()
         ]
         return Difference("settings", "other settings of the optimizer", x, y, lines=lines)
@@ -368,7 +207,7 @@ class Comparison:
         if found := self._of_settings(x, y):
             return found
         i = next(self._unequal(x, y), 0)
-        lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
+        lines = [("weight", x.names[i]), ("values", in_words(x.outputs[i], y.outputs[i]))]
         cause = (
             "other state of the optimizer, as moments or a step count, other code of its step, or "
             "weights that were changed before; record both with --inside-updates to tell them apart"
@@ -377,12 +216,12 @@ class Comparison:
 
     def _of_a_gradient(self, x: Operation, y: Operation) -> Difference:
         """Explain a gradient that an update gets."""
-        if found := _missing_gradient(x, y):
+        if found := missing_gradient(x, y):
             return found
         i = next(self._unequal(x, y), 0)
         if found := self._of_input(x.inputs[i], y.inputs[i], x, y):
             return found
-        lines = [("weight", x.names[i]), ("values", _in_words(x.outputs[i], y.outputs[i]))]
+        lines = [("weight", x.names[i]), ("values", in_words(x.outputs[i], y.outputs[i]))]
         cause = "the gradient was changed by what is not recorded, or holds an earlier one"
         return Difference("gradient", cause, x, y, lines=lines)
 
@@ -391,7 +230,7 @@ class Comparison:
         if not any(x.direction == "backward" and x.number < op.number for x, _ in self.pairs):
             return None
         both = [(x, y) for x, y in self.pairs if x.step == op.step and x.op == "gradients"]
-        return next((found for x, y in both if (found := _missing_gradient(x, y))), None)
+        return next((found for x, y in both if (found := missing_gradient(x, y))), None)
 
     def _of_input(
         self, one: Sequence[Any], other: Sequence[Any], x: Operation, y: Operation
@@ -407,8 +246,8 @@ class Comparison:
             return None
         if is_pair:
             return self._of_part(one, other, x, y)
-        alone_a = _ancestors(p, self.a, self._b_of)
-        alone_b = _ancestors(q, self.b, self._a_of)
+        alone_a = ancestors(p, self.a, self._b_of)
+        alone_b = ancestors(q, self.b, self._a_of)
         if alone_a and alone_b and alone_a[0].kind == alone_b[0].kind:
             return self._explain(alone_a[0], alone_b[0])
         if not alone_a and not alone_b:
@@ -424,14 +263,14 @@ class Comparison:
     ) -> Difference:
         """Explain operations that only one run has, and that lead to the first unequal result."""
         lines = [
-            (f"only in {which}", _listed([str(op) for op in ops]))
+            (f"only in {which}", listed([str(op) for op in ops]))
             for which, ops in (("A", alone_a), ("B", alone_b))
             if ops
         ]
-        drawn = [[op for op in ops if _is_drawn_again(op)] for ops in (alone_a, alone_b)]
+        drawn = [[op for op in ops if is_drawn_again(op)] for ops in (alone_a, alone_b)]
         shown = drawn if any(drawn) else (alone_a, alone_b)
         first_a, first_b = (next(iter(ops), None) for ops in shown)
-        cause = _cause_of_one_run(alone_a, alone_b)
+        cause = cause_of_one_run(alone_a, alone_b)
         collective = next((op for op in (*alone_a, *alone_b) if op.op.startswith("c10d.")), None)
         if collective is not None:
             first_a, first_b, cause = self._of_collective(collective)
@@ -498,8 +337,8 @@ class Comparison:
         """Why gradients alone are compared; empty if all operations are."""
         if self.a.about["world_size"] != self.b.about["world_size"]:
             return "the numbers of ranks differ"
-        fewer = min(sum(map(_counts, run.operations)) for run in (self.a, self.b))
-        n_pairs = sum(_counts(x) for x, _ in self.pairs)
+        fewer = min(sum(map(counts, run.operations)) for run in (self.a, self.b))
+        n_pairs = sum(counts(x) for x, _ in self.pairs)
         return "the programs differ" if n_pairs < _ALIKE * fewer else ""
 
     def _of_gradients(self) -> Difference | None:
@@ -515,7 +354,7 @@ class Comparison:
             x, y = of_a[step], of_b[step]
             pairs = [
                 (i, j)
-                for i, j in _by_name(x.names, y.names)
+                for i, j in by_name(x.names, y.names)
                 if x.outputs[i]["shape"] == y.outputs[j]["shape"]
             ]
             if not pairs:
@@ -537,8 +376,8 @@ class Comparison:
         found = [ratio_of(one, other) for _, one, other in unequal]
         ratios = [ratio for ratio in found if ratio is not None]
         lines = [("compared", f"gradients alone, because {self.gradients_alone}")]
-        lines += [("weights", _listed([name for name, *_ in unequal]))]
-        lines += [("values", _in_words(*unequal[0][1:]))]
+        lines += [("weights", listed([name for name, *_ in unequal]))]
+        lines += [("values", in_words(*unequal[0][1:]))]
         cause = "other gradients: another batch, another loss, or no mean over the ranks"
         n, m = (op.args["backward passes"] for op in (x, y))
         a, b, seen = x, y, None
@@ -547,7 +386,7 @@ class Comparison:
                 f"gradients of {n} backward passes in A, of {m} in B: each loss is a mean over its "
                 "own tokens or samples, not over those of the update, or another batch"
             )
-            a, b = (_loss(run, x.step) for run in (self.a, self.b))
+            a, b = (loss_of(run, x.step) for run in (self.a, self.b))
             seen = x, y
         if len(ratios) == len(found) and max(ratios) - min(ratios) <= 0.01 * max(ratios):
             ratio = max(ratios)
@@ -560,36 +399,9 @@ class Comparison:
         return Difference("gradient", cause, a, b, seen, lines)
 
 
-def _loss(run: Recording, step: int) -> Operation | None:
-    """Return what makes one number before a step's first backward pass, but for a factor."""
-    found = None
-    for op in run.operations:
-        if op.step == step and op.direction == "backward":
-            break
-        is_number = [x["shape"] for x in op.outputs[:1]] == [[]]
-        # The gradient of the loss itself is ones_like.
-        if op.direction == "forward" and is_number and op.name not in {"ones_like", *_FACTORS}:
-            found = op
-    return found
-
-
-def _counts(op: Operation) -> bool:
+def counts(op: Operation) -> bool:
     """Return whether an operation counts where two programs are compared."""
     return not op.is_view and op.direction != "optimizer"
-
-
-def _by_name(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
-    """Pair weights by name, or where one name is the end of the other after a point."""
-    pairs = []
-    rest = dict(enumerate(b))
-    for i, name in enumerate(a):
-        for j, other in rest.items():
-            long, short = (name, other) if len(name) >= len(other) else (other, name)
-            if long == short or long.endswith(f".{short}"):
-                pairs.append((i, j))
-                del rest[j]
-                break
-    return pairs
 
 
 def _rounding(operations: Sequence[Operation]) -> list[float]:
@@ -601,220 +413,6 @@ def _rounding(operations: Sequence[Operation]) -> list[float]:
     return noise
 
 
-def paired(a: Sequence[Operation], b: Sequence[Operation]) -> list[tuple[Operation, Operation]]:
-    """Pair operations of each step with equal keys, in their order; others stay alone.
-
-    Views make no values and are left out; weights are paired by their names.
-    """
-    pairs = _paired_weights(a, b)
-    for step in sorted({x.step for x in a} & {y.step for y in b}):
-        of_a, of_b = (
-            [x for x in run if x.step == step and not x.is_view and x.op != "weight"]
-            for run in (a, b)
-        )
-        keys_a, keys_b = [x.key for x in of_a], [y.key for y in of_b]
-        alike = SequenceMatcher(None, keys_a, keys_b, autojunk=False)
-        for i, j, size in alike.get_matching_blocks():
-            pairs += zip(of_a[i : i + size], of_b[j : j + size], strict=True)
-    return sorted(pairs, key=lambda pair: pair[0].number)
-
-
-def _paired_weights(
-    a: Sequence[Operation], b: Sequence[Operation]
-) -> list[tuple[Operation, Operation]]:
-    """Pair weights by step and name, and those of several models in their order."""
-
-    def by_name(run: Sequence[Operation]) -> dict[tuple[int, str, int], Operation]:
-        count: Counter[tuple[int, str]] = Counter()
-        found = {}
-        for op in [op for op in run if op.op == "weight"]:
-            which = op.step, op.names[0]
-            count[which] += 1
-            found[(*which, count[which])] = op
-        return found
-
-    of_a, of_b = by_name(a), by_name(b)
-    return [(x, of_b[which]) for which, x in of_a.items() if which in of_b]
-
-
-def relative_difference(x: Digest, y: Digest, least: float = 0.0) -> float:
-    """Return how far two results are apart, relative to the larger; infinite if not comparable.
-
-    `least` is the root mean square of a usual entry below which differences are relative to it.
-    """
-    if x["shape"] != y["shape"] or ("values" in x) != ("values" in y):
-        return math.inf
-    if "values" not in x:
-        return 0.0
-    one, other = x["values"], y["values"]
-    if not all(map(math.isfinite, [*one, *other])):
-        return 0.0 if str(one) == str(other) else math.inf
-    if "norm" not in x or "norm" not in y:  # integers and booleans
-        return 0.0 if one == other else math.inf
-    norms = x["norm"], y["norm"]
-    if not all(map(math.isfinite, norms)):
-        return 0.0 if str(norms[0]) == str(norms[1]) else math.inf
-    size = math.prod(x["shape"])
-    norm = max(*norms, least * math.sqrt(size))
-    usual = norm * math.sqrt(len(one) / size)  # norm of as many usual entries
-    scale = max(usual, math.hypot(*one), math.hypot(*other))
-    return max(math.dist(one, other) / scale, abs(norms[0] - norms[1]) / norm) if norm else 0.0
-
-
-def _usual(output: Digest) -> float:
-    """Return the root mean square of a result's entries."""
-    norm = output.get("norm", 0.0)
-    return norm / math.sqrt(math.prod(output["shape"])) if math.isfinite(norm) and norm else 0.0
-
-
-def ratio_of(x: Digest, y: Digest) -> float | None:
-    """Return the factor from one result to another; None if there is no one factor."""
-    if x["shape"] != y["shape"] or not x.get("norm") or not y.get("norm"):
-        return None
-    ratio = y["norm"] / x["norm"]
-    for sign in (1, -1):
-        scaled = [sign * ratio * v for v in x["values"]]
-        size = max(math.hypot(*scaled), math.hypot(*y["values"]))
-        if math.isfinite(ratio) and math.dist(scaled, y["values"]) <= 1e-3 * size:
-            return sign * ratio
-    return None
-
-
-def _before(x: Operation, y: Operation) -> Difference:
-    """Explain that a tensor was different before the operations read it."""
-    one, other = x.outputs[0], y.outputs[0]
-    lines = [("values", _in_words(one, other))]
-    if x.op == "weight":
-        when = (
-            "a seed, an initialization or a checkpoint" if x.step == 1 else "an update in between"
-        )
-        if x.step == 1 and any(map(_is_garbage, (one, other))):
-            when = "memory that was allocated and never written, by their size"
-        return Difference("weights", f"other weights before the step: {when}", x, y, lines=lines)
-    if x.op == "state":
-        cause = "other state of the optimizer before the update: moments, as of a checkpoint"
-        return Difference("state", cause, x, y, lines=lines)
-    kinds = {one["dtype"], other["dtype"]}
-    values = {*one.get("values", ()), *other.get("values", ())}
-    if one["shape"] != other["shape"]:
-        cause = "another batch: its shape differs"
-    elif kinds == {"bool"} or values <= {0.0, 1.0, -math.inf} or min(values, default=0.0) < -1e4:
-        cause = "another mask"
-    elif len(kinds) > 1:
-        cause = f"another dtype of the data: {one['dtype']} in A, {other['dtype']} in B"
-    elif (ratio := ratio_of(one, other)) is not None:
-        cause = f"the data in B are {ratio:.4g} times those in A: another scaling"
-    else:
-        cause = "another batch: other samples, another order, or other preprocessing"
-    return Difference("batch", cause, x, y, lines=lines)
-
-
-def _is_garbage(output: Digest) -> bool:
-    """Return whether values are too small or too large for weights, and for a mask."""
-    sizes = [abs(v) for v in output.get("values", ())]
-    return any(0 < size < 1e-30 or 1e15 < size < 1e37 for size in sizes)
-
-
-def _missing_gradient(x: Operation, y: Operation) -> Difference | None:
-    """Explain weights that have a gradient in one run alone, at an update of both."""
-    missing = sorted((Counter(x.names) - Counter(y.names)) + (Counter(y.names) - Counter(x.names)))
-    if not missing:
-        return None
-    which, op = ("B", y) if missing[0] in Counter(x.names) - Counter(y.names) else ("A", x)
-    cause = f"no gradient in {which}: frozen, detached, or not used by the loss"
-    if missing[0] not in op.held:
-        cause = f"the optimizer of {which} does not have these weights"
-    return Difference("gradient", cause, x, y, lines=[("weights", _listed(missing))])
-
-
-def _is_drawn_again(op: Operation) -> bool:
-    """Return whether an operation draws random numbers in the backward pass."""
-    return op.is_random and op.direction == "backward"
-
-
-def _cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation]) -> str:
-    """Return the likely meaning of operations that only one run has."""
-    names_a, names_b = ({op.name for op in ops} for ops in (alone_a, alone_b))
-    many, only = ("B", alone_b) if len(alone_b) >= len(alone_a) else ("A", alone_a)
-    few = "A" if many == "B" else "B"
-    names = names_a | names_b
-    outside = {op.name for op in only if op.direction == "forward" and not op.module}
-    factors = [op for op in only if op.name in _FACTORS and op.args.get("other")]
-    if all(op.direction == "optimizer" for op in (*alone_a, *alone_b)):
-        return f"other code of the optimizer's step: {only[0].op} in {many} alone"
-    if any(map(_is_drawn_again, only)):
-        return (
-            f"random numbers are drawn in the backward pass of {many} alone: a part of the forward "
-            "pass that runs again there (activation checkpointing) draws others than before"
-        )
-    if {"sum", "mean"} <= names and ("mean" in names_a) != ("mean" in names_b):
-        return f"a mean in {'A' if 'mean' in names_a else 'B'} alone, a sum in the other"
-    if names & {"bernoulli", "native_dropout"}:
-        return f"dropout in {many} alone: train() and eval(), or another probability"
-    if names & {"masked_fill", "where"}:
-        return f"a mask in {many} alone"
-    if any(word in name for name in outside for word in ("vector_norm", "foreach_norm")):
-        return f"gradients are clipped in {many} alone"
-    if any(op.node == "AccumulateGrad" for op in only):
-        return f"gradients are added to earlier ones in {many} alone: zero_grad, or accumulation"
-    if factors and len(only) <= _SHORT:
-        number = factors[0].args["other"]
-        cause = f"{many} alone {_FACTORS[factors[0].name]} by {number:g}"
-        root = math.sqrt(number) if number > 1 else 0.0
-        if 0 < root <= 10 and math.isclose(root % 0.5, 0, abs_tol=1e-9):
-            cause += f", which is T² for a temperature of {root:g}"
-        return cause
-    if "_to_copy" in names and len(only) <= _SHORT:
-        return f"a conversion to {only[0].args.get('dtype', 'another dtype')} in {many} alone"
-    if all(op.direction == "backward" for op in (*alone_a, *alone_b)):
-        return f"{many} alone has this backward pass: detach, no_grad or a frozen weight in {few}"
-    if alone_a and alone_b:
-        return f"{alone_a[0].op} in A, where B has {alone_b[0].op}"
-    return f"{only[0].op} in {many} alone"
-
-
-def _ancestors(
-    start: Operation, run: Recording, partner: Mapping[int, Operation]
-) -> list[Operation]:
-    """Return the operations of one run alone that made a value, the earliest first."""
-    found: dict[int, Operation] = {}
-    ahead = [start]
-    while ahead:
-        op = ahead.pop()
-        if op.number not in partner and op.number not in found:
-            found[op.number] = op
-            ahead += [run.operations[number] for number, *_ in op.inputs]
-    return [found[number] for number in sorted(found)]
-
-
-def _of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
-    """Return the likely meaning of arguments that differ."""
-    name, one, other = changed[0]
-    are_numbers = all(type(n) in (int, float) for n in (one, other))
-    if name == "reduction" and are_numbers:
-        mine, theirs = (("none", "mean", "sum")[int(value)] for value in (one, other))
-        return f"the reduction of the loss: {mine} in A, {theirs} in B"
-    if name in ("training", "train"):
-        return "train() in one run, eval() in the other"
-    if name == "p":
-        return "another probability of dropout"
-    if "eps" in name:
-        return "another eps"
-    if name in ("dim", "dims"):
-        return "another dimension"
-    if name == "is_causal":
-        return "another mask: causal in one run alone"
-    if x.name in _FACTORS and are_numbers:
-        return f"B {_FACTORS[x.name]} by {other:g} instead of {one:g}"
-    return f"another argument: {name}"
-
-
-def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the arguments that differ, with both values."""
-    names = dict.fromkeys([*one, *other])
-    return [(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)]
-
-
 def _reads(view: Operation, part: Sequence[Any]) -> bool:
     """Return whether a view makes this part of a tensor."""
     return view.is_view and any(i[0] == part[0] for i in view.inputs)
@@ -822,29 +420,6 @@ def _reads(view: Operation, part: Sequence[Any]) -> bool:
 
 def _dtypes(x: Operation) -> str:
     return ", ".join(dict.fromkeys(output["dtype"] for output in x.outputs))
-
-
-def _in_words(x: Digest, y: Digest) -> str:
-    """Return how two results differ."""
-    if x["shape"] != y["shape"]:
-        return f"shape {x['shape']} in A, {y['shape']} in B"
-    if (ratio := ratio_of(x, y)) is not None and not math.isclose(ratio, 1, rel_tol=1e-4):
-        return f"{x['dtype']} {x['shape']}, those in B are {ratio:.4g} times those in A"
-    values = zip(x.get("values", ()), y.get("values", ()), strict=False)
-    unequal = next(((u, v) for u, v in values if u != v), None)
-    text = f"{x['dtype']} {x['shape']}, relative difference {relative_difference(x, y):.2g}"
-    return text if unequal is None else f"{text}, such as {unequal[0]:.7g} and {unequal[1]:.7g}"
-
-
-def _values_in_words(x: Operation, y: Operation) -> str:
-    both = list(zip(x.outputs, y.outputs, strict=False))
-    unequal = [pair for pair in both if relative_difference(*pair)]
-    return _in_words(*(unequal or both)[0]) if both else "no result"
-
-
-def _listed(texts: Sequence[str], most: int = _NAMED) -> str:
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
 
 
 def _entries(found: Difference, a: Recording, b: Recording) -> list[tuple[str, str]]:

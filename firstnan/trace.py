@@ -48,7 +48,7 @@ from firstnan._norms import as_reals, stored
 from firstnan.errors import BAD_INPUT, OK, UserError
 from firstnan.microscope import UNINITIALIZED, source_line, storage_key
 
-FORMAT = 1
+FORMAT = 2
 MOST = 500_000  # operations of a recording
 N_VALUES = 16  # of a tensor that are recorded, evenly spaced
 _POSITIONAL = 1 << 16  # up to this size the digest depends on the order of all entries

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from firstnan import diff, trace
-from firstnan._values import where_unequal
-from firstnan.diff import Comparison, Recording, relative_difference
+from firstnan._values import relative_difference, where_unequal
+from firstnan.diff import Comparison, Recording
 from tests.processes import free_port, python
 
 LOOP = """
