@@ -161,8 +161,8 @@ BACKWARD = {
 PLANTS = {**FORWARD, **BACKWARD}
 
 
-def train(kind: str, plant: str, seed: int) -> None:
-    """Train a network of a kind, with a change or without one (`""`)."""
+def train(kind: str, plant: str, seed: int) -> list[Tensor]:
+    """Train a network of a kind, with a change or without one (`""`); return the losses."""
     torch.manual_seed(seed + 1000 if plant == "seed" else seed)
     net = Net(kind, plant)
     if plant == "hook":
@@ -176,6 +176,7 @@ def train(kind: str, plant: str, seed: int) -> None:
         optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=decay)
     torch.manual_seed(seed)
     net.train(plant != "eval")
+    losses = []
     for _ in range(STEPS):
         if kind in OF_FEATURES:
             x = torch.randn(BATCH, WIDTH, generator=data)
@@ -195,6 +196,8 @@ def train(kind: str, plant: str, seed: int) -> None:
         if plant != "clip":
             nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=False)
         optimizer.step()
+        losses.append(loss)
+    return losses
 
 
 def record(folder: Path, kind: str, plant: str, seed: int) -> Recording:
