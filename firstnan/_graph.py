@@ -114,7 +114,8 @@ def origin_of(losses: Sequence[Tensor], is_left_out: Callable[[int], bool]) -> O
     """Return the operation that made a loss NaN or infinite; None if the graph does not show it.
 
     Call this before the backward pass. Saved tensors with hooks, as those of activation
-    checkpointing, are not read, since reading them would run a part of the model again.
+    checkpointing, are not read, since reading them would run a part of the model again. In torch
+    2.9 and older, a saved tensor does not show whether it has hooks, and none is read.
 
     Args:
         losses: tensors that are not finite.
