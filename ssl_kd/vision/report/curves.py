@@ -24,25 +24,34 @@ def head_curves(
 ) -> Markup | None:
     """Draw the loss of each head over the steps, chosen heads in color; None without a loss.
 
-    Events of the guard are marks.
+    The cross-entropy to given clusters, which heads may learn before LOSS, is dotted. Events of the
+    guard are marks.
     """
     lines = _lines_of_heads(steps)
     if not lines:
         return None
     loss = np.array([[np.nan if v is None else v for v in s["loss"]] for s in lines], float)
     loss[~np.isfinite(loss)] = np.nan
-    x, loss = interval_means([line["step"] for line in lines], loss)
+    by_loss = np.array([s.get("by_loss", [True] * loss.shape[1]) for s in lines], bool)
+    steps_of_lines = [line["step"] for line in lines]
+    x, given = interval_means(steps_of_lines, np.where(by_loss, np.nan, loss))
+    x, loss = interval_means(steps_of_lines, np.where(by_loss, loss, np.nan))
+    both = np.where(np.isnan(loss), given, loss)
     colored = [head for head in chosen if 0 <= head < loss.shape[1]]
     others = [head for head in range(loss.shape[1]) if head not in colored]
 
     def draw(figure: Figure) -> None:
-        axes = axes_over_steps(figure, loss)
-        axes.plot(x, loss[:, others], color=MUTED, lw=0.7, alpha=0.35)
-        axes.plot(x, loss[:, colored], color=ACCENT, lw=1.3, alpha=0.9)
+        axes = axes_over_steps(figure, both)
+        for values, style in ((given, ":"), (loss, "-")):
+            line: Any = {"ls": style, "marker": ".", "ms": 2.5}  # a point alone has no line
+            axes.plot(x, values[:, others], color=MUTED, lw=0.7, alpha=0.35, **line)
+            axes.plot(x, values[:, colored], color=ACCENT, lw=1.3, alpha=0.9, **line)
         if colored and others:
             axes.plot([], [], color=ACCENT, label=f"{len(colored)} chosen heads")
             axes.plot([], [], color=MUTED, alpha=0.5, label=f"{len(others)} others")
-        mark_events(axes, events, x, loss, {f"head {i}": i for i in range(loss.shape[1])})
+        if np.isfinite(given).any():
+            axes.plot([], [], color=MUTED, ls=":", label="cross-entropy to given clusters")
+        mark_events(axes, events, x, both, {f"head {i}": i for i in range(loss.shape[1])})
         if axes.get_legend_handles_labels()[1]:
             axes.legend(loc="best", labelcolor=MUTED)
         axes.set_ylabel("loss")

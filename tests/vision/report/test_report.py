@@ -17,6 +17,7 @@ from ssl_kd.core.pages import figures
 from ssl_kd.vision.data import FolderDataset
 from ssl_kd.vision.evaluate import METRICS, Metric, calibration
 from ssl_kd.vision.report import run_samples, write_report
+from ssl_kd.vision.report.curves import head_curves
 from ssl_kd.vision.report.gallery import ShownSamples, thumbnail
 from ssl_kd.vision.sources import describe_source, write_sources
 from tests.vision.report.reading import (
@@ -337,3 +338,11 @@ def test_global_matplotlib_state_is_left_alone(run):
     read(run)
     assert dict(matplotlib.rcParams) == before
     assert ("matplotlib.pyplot" in sys.modules) == pyplot
+
+
+def test_the_cross_entropy_to_given_clusters_is_dotted():
+    steps: list[dict[str, Any]] = [{"step": i, "loss": [0.1 * i, 0.2]} for i in range(1, 5)]
+    solid = str(head_curves(steps, [0])).count("stroke-dasharray")
+    for line in steps[:2]:
+        line["by_loss"] = [False, True]
+    assert str(head_curves(steps, [0])).count("stroke-dasharray") > solid
