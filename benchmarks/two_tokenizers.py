@@ -5,9 +5,9 @@
 GEMMA is a folder or GGUF file of a model with another tokenizer, such as Gemma-3-270M. The student
 is `layers:3` of it and keeps its tokenizer. The texts are those of `benchmarks.real_models`, the
 same rows for all methods. Scores are bits per byte of held-out text, which models of different
-tokenizers have in common. Every method is trained at each of --rates, and the rate with the lowest
-validation loss is shown. --out is appended to, a line for each run, and a run that it holds is not
-repeated.
+tokenizers have in common. Every method is trained with seed 0 at each of --rates; the rate with the
+lowest validation loss is shown, and used for the other --seeds. --out is appended to, a line for
+each run, and a run that it holds is not repeated.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ import argparse
 import json
 import logging
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.distillation import ALONE, best_evaluation, measure
-from benchmarks.real_models import Run, add_flags, append, read, shared_settings, write_texts
+from benchmarks.distillation import ALONE, best_evaluation, measure, spread
+from benchmarks.real_models import (
+    Run,
+    add_flags,
+    append,
+    best_rate,
+    missing,
+    read,
+    shared_settings,
+    write_texts,
+)
 from benchmarks.turns import header, row
 from ssl_kd.language.models.causal import load_causal_lm
 from ssl_kd.language.models.student import build_student, save_student
@@ -48,15 +58,21 @@ def bits_per_byte(folder: Path) -> Run:
 
 def print_table(runs: list[Run]) -> None:
     """Print a row for each teacher, student and method, at the method's best learning rate."""
-    header("teacher", "student", "method", "learning rate", "bits per byte", "before", "seconds")
-    best: dict[tuple[str, ...], Run] = {}
+    columns = ("teacher", "student", "method", "learning rate", "seeds")
+    header(*columns, "bits per byte", "before", "seconds")
+    of_key: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        key = run["teacher_model"], run["student_model"], run["method"]
-        if key not in best or run["validation"] < best[key]["validation"]:
-            best[key] = run
-    for (teacher, student, method), run in best.items():
-        bits = f"{run['bits_per_byte']:.3f}", f"{run['bits_before']:.3f}"
-        row(teacher, student, method, f"{run['rate']:g}", *bits, f"{run['seconds']:.0f}")
+        of_key.setdefault((run["teacher_model"], run["student_model"]), []).append(run)
+    for (teacher, student), own in of_key.items():
+        for method in dict.fromkeys(run["method"] for run in own):
+            rate = best_rate(own, method)
+            rows = [run for run in own if run["method"] == method and run["rate"] == rate]
+            row(
+                *(teacher, student, method, f"{rate:g}", f"{len(rows)}"),
+                spread((run["bits_per_byte"] for run in rows), ".3f"),
+                f"{rows[0]['bits_before']:.3f}",
+                f"{fmean(run['seconds'] for run in rows):.0f}",
+            )
     teachers = {
         run["teacher_model"]: run["bits_of_teacher"] for run in runs if run["bits_of_teacher"]
     }
@@ -70,6 +86,7 @@ def main() -> None:
     parser.add_argument("--cut_from", required=True)
     parser.add_argument("--layers", default="layers:3")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3])
+    parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     write_texts(args.data, args.texts)
@@ -79,22 +96,18 @@ def main() -> None:
         student_model=str(cut_student(args.cut_from, args.layers, args.texts / student)),
         eval_every=args.max_steps,
     )
-    for rate in args.rates:
-        for method, changed in METHODS.items():
-            key = {
-                "teacher_model": teacher,
-                "student_model": student,
-                "method": method,
-                "rate": rate,
-                "steps": args.max_steps,
-            }
-            if any(key.items() <= run.items() for run in read(args.out)):
-                continue
-            scores = measure(
-                settings.replace(**changed, learning_rate=rate),
-                lambda folder: best_evaluation(folder) | bits_per_byte(folder),
-            )
-            append(args.out, key | scores)
+    pair = {"teacher_model": teacher, "student_model": student, "steps": args.max_steps}
+    while True:
+        runs = [run for run in read(args.out) if pair.items() <= run.items()]
+        todo = missing(runs, list(METHODS), args.seeds, args.rates)
+        if not todo:
+            break
+        method, rate, seed = todo[0]
+        scores = measure(
+            settings.replace(**METHODS[method], learning_rate=rate, seed=seed),
+            lambda folder: best_evaluation(folder) | bits_per_byte(folder),
+        )
+        append(args.out, {**pair, "method": method, "rate": rate, "seed": seed} | scores)
     print_table(read(args.out))
 
 
