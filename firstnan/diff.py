@@ -425,7 +425,7 @@ def _dtypes(x: Operation) -> str:
 def _entries(found: Difference, a: Recording, b: Recording) -> list[tuple[str, str]]:
     """Return where the results of the pair that differs do, or how to find out."""
     x, y = found.seen or (found.a, found.b)
-    if x is None or y is None:
+    if x is None or y is None or found.what == "settings":
         return []
     pairs = list(zip(a.values.get(x.number, ()), b.values.get(y.number, ()), strict=False))
     if pairs:
