@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from benchmarks.turns import header, row
 from firstnan.diff import Comparison, Difference, Recording
-from firstnan.trace import Trace, write_about
+from firstnan.trace import Trace, lines_file, write_about
 
 STEPS = 2
 BATCH = 6
@@ -204,8 +204,7 @@ def record(folder: Path, kind: str, plant: str, seed: int) -> Recording:
     """Train and record in this process."""
     folder.mkdir(parents=True)
     write_about(folder, f"{kind} {plant}")
-    trace = Trace(folder / "rank0.jsonl", STEPS + 1)
-    with trace.recording():
+    with Trace(lines_file(folder, 0)).recording():
         train(kind, plant, seed)
     return Recording.read(folder, 0)
 

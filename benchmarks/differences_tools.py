@@ -44,7 +44,7 @@ from benchmarks.differences import BODIES, FORWARD, PLANTS, STEPS, is_named, rec
 from benchmarks.nan_tools import models
 from benchmarks.turns import in_pairs, middle_half, table_head, table_line, write_section
 from firstnan.diff import Comparison, Recording
-from firstnan.trace import Trace
+from firstnan.trace import Trace, lines_file
 
 PAIRS = 5
 LOGGED = {
@@ -91,7 +91,7 @@ def debug_mode() -> Iterator[DebugMode]:
 def traced() -> Iterator[None]:
     """Record as `firstnan record` does."""
     with tempfile.TemporaryDirectory() as folder:
-        with Trace(Path(folder) / "rank0.jsonl", STEPS + 1).recording():
+        with Trace(lines_file(Path(folder), 0)).recording():
             yield
 
 

@@ -222,7 +222,7 @@ def spike_guard(model: nn.Module) -> Iterator[Backward]:
         GradientSpikeError,
     )
 
-    weights = [*model.parameters()] or [torch.zeros(1)]
+    weights = list(model.parameters()) or [torch.zeros(1)]
     optimizer = GuardedOptimizer(torch.optim.SGD(weights, lr=0), model, nan_action="raise")
 
     def backward(loss: Tensor) -> None:
@@ -359,11 +359,11 @@ def trained(tool: str) -> tuple[int, bool]:
                 if isinstance(optimizer, Guard):
                     optimizer.backward(losses, through=features)
                 else:
-                    backward(torch.stack([*losses.values()]).sum())
+                    backward(torch.stack(list(losses.values())).sum())
             optimizer.step()
             after = model.heads.state_dict()
             updates += sum(not before[x].equal(after[x]) for x in after if x.endswith("weight"))
-    return updates, is_finite([*model.parameters()])
+    return updates, is_finite(list(model.parameters()))
 
 
 def models(width: int = 256, rows: int = 8) -> dict[str, tuple[nn.Module, Tensor]]:

@@ -18,8 +18,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.trl_trainer import METHODS, SIZES, models
 
@@ -32,13 +33,18 @@ TINY = (
 )
 
 
-def record(out: Path, program: Sequence[str], flags: Sequence[str] = (), **options: str) -> Path:
-    """Record a program; return the recording. `cwd` is its folder, the rest its environment."""
-    cwd = options.pop("cwd", None)
+def record(
+    out: Path,
+    program: Sequence[str],
+    folder: Path,
+    *flags: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
+    """Record a program that runs in a folder; return the recording."""
     command = [sys.executable, "-m", "firstnan", "record", "--steps", f"{STEPS}", *flags]
     command += [str(out), *program]
     result = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **options}, capture_output=True, text=True
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
     )
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
@@ -57,7 +63,7 @@ def of_trl(folder: Path) -> None:
     """Record the three trainers and compare them."""
     here = Path(__file__).parents[1]
     runs = [
-        record(folder / name, ["-m", "benchmarks.programs", "train", name], cwd=str(here))
+        record(folder / name, ["-m", "benchmarks.programs", "train", name], here)
         for name in TRAINERS
         if "Trainer" in name
     ]
@@ -83,7 +89,7 @@ def of_nanochat(folder: Path, clone: Path) -> None:
     program = ["-m", "scripts.base_train", *TINY.split()]
 
     def run(name: str, code: Path, *flags: str) -> Path:
-        return record(folder / name, program, flags, cwd=str(code), **base)
+        return record(folder / name, program, code, *flags, environment=base)
 
     inside = "--inside-updates"
     after = run("with MuonEq", newest, inside)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from firstnan.diff import Comparison, Difference, Recording
-from firstnan.tests.public_differences import STEPS, THREADS, Thread
-from firstnan.trace import Trace, write_about
+from firstnan.tests.public_differences import THREADS, Thread
+from firstnan.trace import Trace, lines_file, write_about
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "bugs.md"
@@ -39,7 +39,7 @@ def compare(thread: Thread, folder: Path) -> Difference | None:
 
 def _record(rank: int, name: str, fixed: bool, out: Path) -> None:
     torch.manual_seed(0)
-    with Trace(out / f"rank{rank}.jsonl", STEPS + 1).recording():  # one more would end the process
+    with Trace(lines_file(out, rank)).recording():
         THREADS[name].run(fixed)
 
 

@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -162,6 +162,26 @@ def missing(
     return [run for run in others if run not in done]
 
 
+def still_to_run(
+    file: Path,
+    shared: Run,
+    methods: Sequence[str],
+    seeds: int,
+    wanted: Sequence[float] | None,
+) -> Iterator[tuple[str, float, int]]:
+    """Yield the runs (method, learning rate, seed) that the caller is to append to a file.
+
+    Only runs of the file that have all entries of `shared` count.
+    """
+
+    def todo() -> list[tuple[str, float, int]]:
+        runs = [run for run in read(file) if shared.items() <= run.items()]
+        return missing(runs, methods, seeds, wanted)
+
+    while left := todo():
+        yield left[0]
+
+
 def best_rate(runs: Sequence[Run], method: str) -> float:
     """Return the learning rate with the lowest validation loss of seed 0."""
     of_method = [run for run in runs if run["method"] == method and run["seed"] == 0]
@@ -240,12 +260,8 @@ def main() -> None:
     )
     if args.epochs:
         settings = settings.replace(train_rows=None)
-    while not args.table:
-        runs = read(args.out)
-        todo = missing(runs, args.methods, args.seeds, args.rates)
-        if not todo:
-            break
-        method, rate, seed = todo[0]
+    todo = still_to_run(args.out, {}, args.methods, args.seeds, args.rates)
+    for method, rate, seed in () if args.table else todo:
         changed = settings.replace(**METHODS[method], learning_rate=rate, seed=seed)
         run = {"method": method, "rate": rate, "seed": seed} | trained(changed, args.texts)
         append(args.out, run)

@@ -73,8 +73,12 @@ COMMANDS = (
     "firstnan diff A B",
 )
 PROMPT = "$ python -m "
-COLUMN, ROW, MARGIN = 7.2, 17, 18  # pixels
-BACKGROUND, PLAIN, COMMAND = "#1e2127", "#c8ccd4", "#ffffff"
+COLUMN = 7.2  # pixels, of a character
+ROW = 17
+MARGIN = 18
+BACKGROUND = "#1e2127"
+PLAIN = "#c8ccd4"
+COMMAND = "#ffffff"
 COLORS = {"first bad": "#ff7b86", "only in B": "#ff7b86", "cause": "#f2c56b", "remedy": "#8fd18b"}
 
 

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import itertools
 import logging
 import multiprocessing
@@ -64,6 +63,7 @@ from transformers import (
 
 from benchmarks.step_cost import versions
 from benchmarks.turns import header, in_turns, memory, middle_half, number_of, row
+from ssl_kd.core.memory import give_back_memory
 from ssl_kd.core.precision import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.language.hf_trainer.distillation import collate
@@ -382,7 +382,7 @@ def peaks_of_passes(peaks: list[float]) -> Iterator[None]:
 
 def forget_peak() -> float:
     """Return free memory to the system, start a new peak, and return the resident set in MiB."""
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back_memory()
     Path("/proc/self/clear_refs").write_text("5")
     return memory()["VmRSS"]
 

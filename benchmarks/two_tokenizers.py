@@ -25,9 +25,9 @@ from benchmarks.real_models import (
     add_flags,
     append,
     best_rate,
-    missing,
     read,
     shared_settings,
+    still_to_run,
     write_texts,
 )
 from benchmarks.turns import header, row
@@ -97,12 +97,8 @@ def main() -> None:
         eval_every=args.max_steps,
     )
     pair = {"teacher_model": teacher, "student_model": student, "steps": args.max_steps}
-    while True:
-        runs = [run for run in read(args.out) if pair.items() <= run.items()]
-        todo = missing(runs, list(METHODS), args.seeds, args.rates)
-        if not todo:
-            break
-        method, rate, seed = todo[0]
+    todo = still_to_run(args.out, pair, list(METHODS), args.seeds, args.rates)
+    for method, rate, seed in todo:
         scores = measure(
             settings.replace(**METHODS[method], learning_rate=rate, seed=seed),
             lambda folder: best_evaluation(folder) | bits_per_byte(folder),

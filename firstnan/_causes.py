@@ -147,7 +147,7 @@ def cause_of_one_run(alone_a: Sequence[Operation], alone_b: Sequence[Operation])
     return f"{only[0].op} in {many} alone"
 
 
-def of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
+def cause_of_arguments(x: Operation, changed: Sequence[tuple[str, Any, Any]]) -> str:
     """Return the likely meaning of arguments that differ."""
     name, one, other = changed[0]
     are_numbers = all(type(n) in (int, float) for n in (one, other))

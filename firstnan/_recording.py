@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from firstnan.errors import UserError
-from firstnan.trace import FORMAT, values_file
+from firstnan.trace import FORMAT, lines_file, values_file
 
 FACTORS = {"mul": "multiplies", "div": "divides"}
 _NAMED = 4  # operations that are listed
@@ -130,7 +130,7 @@ class Recording:
         Raises:
             UserError: it holds no recording of this rank, or one of another version.
         """
-        file = folder / f"rank{rank}.jsonl"
+        file = lines_file(folder, rank)
         if not file.is_file() or not (folder / "about.json").is_file():
             raise UserError(
                 f"{folder} holds no recording of rank {rank}; make one with python -m firstnan "

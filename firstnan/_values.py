@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from firstnan._norms import as_reals
 from firstnan._recording import Digest, Operation
 
 _NAMED = 4  # indices that are listed
@@ -21,9 +22,9 @@ def where_unequal(a: Tensor, b: Tensor) -> str:
 
     Args:
         a: tensor of any shape and dtype.
-        b: tensor of the same shape; its dtype may be another one.
+        b: tensor of the same shape on the same device; its dtype may be another one.
     """
-    a, b = _reals(a), _reals(b)
+    a, b = as_reals(a).double(), as_reals(b).double()
     unequal = _unequal(a, b)
     n = int(unequal.sum())
     if not n:
@@ -40,11 +41,6 @@ def where_unequal(a: Tensor, b: Tensor) -> str:
     text += f"; the largest difference at {index}: {float(a[at]):.7g} and {float(b[at]):.7g}"
     moved = _moved(a, b)
     return text if moved is None else f"{text}; {moved}"
-
-
-def _reals(x: Tensor) -> Tensor:
-    x = x.detach().cpu()
-    return torch.view_as_real(x).double() if x.is_complex() else x.double()
 
 
 def _unequal(a: Tensor, b: Tensor) -> Tensor:
@@ -78,8 +74,8 @@ def _moved(a: Tensor, b: Tensor) -> str | None:
 
 
 def _same_rows(a: Tensor, b: Tensor) -> bool:
-    one, other = (sorted(x.reshape(len(x), -1).tolist()) for x in (a, b))
-    return one == other
+    (one, n), (other, m) = (x.reshape(len(x), -1).unique(dim=0, return_counts=True) for x in (a, b))
+    return one.equal(other) and n.equal(m)
 
 
 def relative_difference(x: Digest, y: Digest, least: float = 0.0) -> float:

@@ -23,11 +23,11 @@ from typing import Any
 
 from firstnan._causes import (
     Difference,
+    cause_of_arguments,
     cause_of_one_run,
     changed_items,
     is_drawn_again,
     missing_gradient,
-    of_arguments,
     unequal_before,
 )
 from firstnan._pairs import by_name, paired
@@ -169,7 +169,7 @@ class Comparison:
             return Difference("arguments", cause, x, y, lines=lines)
         if changed := changed_items(x.args, y.args):
             lines = [(name, f"{one} in A, {other} in B") for name, one, other in changed]
-            return Difference("arguments", of_arguments(x, changed), x, y, lines=lines)
+            return Difference("arguments", cause_of_arguments(x, changed), x, y, lines=lines)
         if x.is_random:
             cause = "other random numbers: another seed, or other numbers were drawn before"
             return Difference("random numbers", cause, x, y)
@@ -337,8 +337,8 @@ class Comparison:
         """Why gradients alone are compared; empty if all operations are."""
         if self.a.about["world_size"] != self.b.about["world_size"]:
             return "the numbers of ranks differ"
-        fewer = min(sum(map(counts, run.operations)) for run in (self.a, self.b))
-        n_pairs = sum(counts(x) for x, _ in self.pairs)
+        fewer = min(sum(map(_counts, run.operations)) for run in (self.a, self.b))
+        n_pairs = sum(_counts(x) for x, _ in self.pairs)
         return "the programs differ" if n_pairs < _ALIKE * fewer else ""
 
     def _of_gradients(self) -> Difference | None:
@@ -380,14 +380,11 @@ class Comparison:
         lines += [("values", in_words(*unequal[0][1:]))]
         cause = "other gradients: another batch, another loss, or no mean over the ranks"
         n, m = (op.args["backward passes"] for op in (x, y))
-        a, b, seen = x, y, None
         if n != m:
             cause = (
                 f"gradients of {n} backward passes in A, of {m} in B: each loss is a mean over its "
                 "own tokens or samples, not over those of the update, or another batch"
             )
-            a, b = (loss_of(run, x.step) for run in (self.a, self.b))
-            seen = x, y
         if len(ratios) == len(found) and max(ratios) - min(ratios) <= 0.01 * max(ratios):
             ratio = max(ratios)
             cause = f"gradients in B are {ratio:.4g} times those in A"
@@ -396,10 +393,13 @@ class Comparison:
                 cause += ": a sum over ranks is not divided by their number, or is twice"
             elif n != m and math.isclose(ratio, m / n, rel_tol=0.01):
                 cause += f": of {m} backward passes in B and {n} in A, not divided by their number"
-        return Difference("gradient", cause, a, b, seen, lines)
+        if n == m:
+            return Difference("gradient", cause, x, y, lines=lines)
+        losses = (loss_of(run, x.step) for run in (self.a, self.b))
+        return Difference("gradient", cause, *losses, seen=(x, y), lines=lines)
 
 
-def counts(op: Operation) -> bool:
+def _counts(op: Operation) -> bool:
     """Return whether an operation counts where two programs are compared."""
     return not op.is_view and op.direction != "optimizer"
 

@@ -103,7 +103,7 @@ class Trace(TorchDispatchMode):
 
     Args:
         file: where the lines are written; it must not exist.
-        steps: number of optimizer updates after which the script ends.
+        steps: number of optimizer updates after which the script ends; None: it goes on.
         inside_updates: record the operations inside of the optimizer's `step()`.
         keep: numbers of the lines of whose results all values are stored.
     """
@@ -111,7 +111,7 @@ class Trace(TorchDispatchMode):
     def __init__(
         self,
         file: Path,
-        steps: int,
+        steps: int | None = None,
         *,
         inside_updates: bool = False,
         keep: Sequence[int] = (),
@@ -298,14 +298,14 @@ class Trace(TorchDispatchMode):
             return
         owned = list(self._owned(optimizer))
         self._gradients = [(name, p) for name, p, _ in owned if p.grad is not None]
-        inputs = [self._source(p.grad) for _, p in self._gradients if p.grad is not None]
-        before = [p.grad for _, p in self._gradients if p.grad is not None]
+        gradients = [p.grad for _, p in self._gradients if p.grad is not None]
+        inputs = [self._source(gradient) for gradient in gradients]
         line = {"op": "gradients", "pass": "update", "module": "", "line": "", "inputs": inputs}
         names = [name for name, _ in self._gradients]
         held = [name for name, *_ in owned]
         line["args"] = {"backward passes": len(self._passes)}
         self._passes.clear()
-        self._given = self._add({**line, "names": names, "held": held}, before)
+        self._given = self._add({**line, "names": names, "held": held}, gradients)
         self._is_updating = True
         self._pause.on = not self._inside_updates
 
@@ -327,7 +327,7 @@ class Trace(TorchDispatchMode):
         self._gradients = []
         self.updates += 1
         self._flush()
-        if self.updates >= self._steps:
+        if self.updates == self._steps:
             raise SystemExit(OK)
 
     def _owned(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
@@ -347,6 +347,11 @@ class Trace(TorchDispatchMode):
         self._by_sequence.clear()
         for key in [key for key, storage in self._alive.items() if storage.expired()]:
             del self._alive[key], self._producer[key]
+
+
+def lines_file(folder: Path, rank: int) -> Path:
+    """Return the file of what one process recorded."""
+    return folder / f"rank{rank}.jsonl"
 
 
 def values_file(lines: Path) -> Path:
@@ -471,7 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
     options = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", "0"))
-    file = options.out / f"rank{rank}.jsonl"
+    file = lines_file(options.out, rank)
     try:
         if options.steps < 1:
             raise UserError(f"--steps is {options.steps}; expected at least 1")

@@ -24,7 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 STEPS = 2
-BATCH, LENGTH, WORDS, WIDTH = 4, 6, 20, 8
+BATCH = 4
+LENGTH = 6
+WORDS = 20
+WIDTH = 8
 
 
 class Thread(NamedTuple):
@@ -175,7 +178,9 @@ class TinyGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.k = nn.Linear(WIDTH, WIDTH)
+        self.v = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: Tensor, is_text: Tensor, places: Tensor | None = None) -> Tensor:
@@ -212,7 +217,8 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 def positions_in_bfloat16(fixed: bool) -> None:
     """Autocast computes the angles of rotary positions in bfloat16, with 8 significant bits."""
     table, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-    q, k, v = qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    q, k, v = qkv
     frequencies = 10000.0 ** (-torch.arange(0, 1, 2 / WIDTH))
     places = 1000.0 + torch.arange(LENGTH)
 
@@ -247,7 +253,8 @@ def head_from_the_embedding(fixed: bool) -> None:
 def attention_to_padding(fixed: bool) -> None:
     """Attention is not given the mask and attends to the padding, as one of two backends did."""
     table, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-    q, k, v = qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    q, k, v = qkv
     is_text = padding()
 
     def loss_of(ids: Tensor) -> Tensor:
