@@ -114,8 +114,7 @@ def origin_of(losses: Sequence[Tensor], is_left_out: Callable[[int], bool]) -> O
     """Return the operation that made a loss NaN or infinite; None if the graph does not show it.
 
     Call this before the backward pass. Saved tensors with hooks, as those of activation
-    checkpointing, are not read, since reading them would run a part of the model again. In torch
-    2.9 and older, a saved tensor does not show whether it has hooks, and none is read.
+    checkpointing, are not read, since reading them would run a part of the model again.
 
     Args:
         losses: tensors that are not finite.
@@ -300,15 +299,43 @@ def _name(node: Any) -> str:
 
 
 def _has_hooks(node: Any) -> bool:
-    raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
-    flat = [x for some in raw for x in (some if isinstance(some, (tuple, list)) else [some])]
-    return any(getattr(x, "unpack_hook", x) is not None for x in flat)
+    """Return whether any tensor that an operation saved cannot be read, as it has hooks."""
+    return any(_is_closed(node, name) for name in dir(node) if name.startswith("_raw_saved_"))
+
+
+def _is_closed(node: Any, name: str) -> bool:
+    """Return whether what an operation saved under a name cannot be read, as it has hooks."""
+    raw = getattr(node, name)
+    parts = raw if isinstance(raw, (tuple, list)) else [raw]
+    if all(hasattr(part, "unpack_hook") for part in parts):  # not in torch 2.9 and older
+        return any(part.unpack_hook is not None for part in parts)
+    if name not in node.metadata:  # where our own hooks would be found the next time
+        node.metadata[name] = any([_refuses_hooks(part) for part in parts])
+    return node.metadata[name]
+
+
+def _refuses_hooks(saved: Any) -> bool:
+    """Return True if a saved tensor has hooks; else give it idle ones, which end its version check.
+
+    So a tensor that was ever written in place, maybe since it was saved, counts as one with hooks.
+    """
+    versions = []
+
+    def pack(x: Tensor) -> Tensor:
+        versions.append(x._version)
+        return x
+
+    try:
+        saved.register_hooks(pack, lambda x: x)
+    except RuntimeError as error:
+        return "already been set" in str(error)  # else nothing was saved
+    return versions != [0]
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """Return a tensor that autograd saved, if there is one without hooks."""
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    if raw is None or getattr(raw, "unpack_hook", raw) is not None:
+    raw = f"_raw_saved_{name}"
+    if not hasattr(node, raw) or _is_closed(node, raw):
         return None
     x = getattr(node, f"_saved_{name}")
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided:
