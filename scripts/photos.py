@@ -94,6 +94,7 @@ def download(url: str, file: Path, digest: str, progress: Progress) -> None:
                     target.write(block)
                     progress("download", target.tell() >> 20, total >> 20, {"unit": "MiB"})
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code != 416 or not begun:  # 416: all bytes are there, and were not checked yet
             raise DatasetUnreachable(f"{url} answers {error.code} {error.reason}: {way}") from error
     except (OSError, urllib.error.URLError) as error:

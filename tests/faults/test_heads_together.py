@@ -117,7 +117,8 @@ def test_a_signal_to_torchrun_leaves_a_checkpoint_soon(settings, number):
     with subprocess.Popen(command(2, changes), stderr=subprocess.PIPE, **HERE) as process:
         try:
             deadline = time.monotonic() + HANG
-            while not any(path.glob("checkpoint/*.sha256")) and time.monotonic() < deadline:
+            while not any(path.glob("checkpoint/*.sha256")):
+                assert time.monotonic() < deadline and process.poll() is None, process.communicate()
                 time.sleep(0.1)
             pid = process.pid  # torchrun forwards the signal to its processes
             if number == signal.SIGKILL:

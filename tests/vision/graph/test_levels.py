@@ -77,7 +77,7 @@ def test_the_tree_goes_through_groups_of_groups():
 
 
 def test_the_finest_of_many_clusters_are_three_times_as_many():
-    cliques = sp.block_diag([np.ones((5, 5))] * 140).tocsr()
+    cliques = sp.block_diag([sp.csr_array(np.ones((5, 5)))] * 140).tocsr()
     chain = sp.diags_array([np.full(699, 0.01)] * 2, offsets=[-1, 1])
     tree = nested_levels(Graph((cliques + chain).tocsr()), np.arange(700) // 5)
     assert len(np.unique(tree[0])) == 420

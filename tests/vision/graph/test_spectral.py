@@ -14,7 +14,7 @@ def rings(sizes):
     for size in sizes:
         edges = np.roll(np.eye(size), 1, 1) + np.triu(random.random((size, size)) < 0.1)
         np.fill_diagonal(edges, 0)
-        parts.append(edges + edges.T)
+        parts.append(sp.csr_array(edges + edges.T))
     return sp.csr_array(sp.block_diag(parts))
 
 
