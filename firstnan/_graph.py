@@ -309,9 +309,10 @@ def _is_closed(node: Any, name: str) -> bool:
     parts = raw if isinstance(raw, (tuple, list)) else [raw]
     if all(hasattr(part, "unpack_hook") for part in parts):  # not in torch 2.9 and older
         return any(part.unpack_hook is not None for part in parts)
-    if name not in node.metadata:  # where our own hooks would be found the next time
-        node.metadata[name] = any([_refuses_hooks(part) for part in parts])
-    return node.metadata[name]
+    key = "firstnan", name
+    if key not in node.metadata:  # the next time, our own hooks would be found
+        node.metadata[key] = any([_refuses_hooks(part) for part in parts])
+    return node.metadata[key]
 
 
 def _refuses_hooks(saved: Any) -> bool:
