@@ -311,7 +311,7 @@ def _is_closed(node: Any, name: str) -> bool:
         return any(part.unpack_hook is not None for part in parts)
     key = "firstnan", name
     if key not in node.metadata:  # the next time, our own hooks would be found
-        node.metadata[key] = any([_refuses_hooks(part) for part in parts])
+        node.metadata[key] = any(map(_refuses_hooks, parts))
     return node.metadata[key]
 
 

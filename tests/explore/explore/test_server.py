@@ -5,6 +5,7 @@ import io
 import json
 import re
 import socket
+import sys
 import threading
 import time
 from urllib.parse import urlencode
@@ -94,13 +95,15 @@ def test_rows_cells_charts_and_clusters(server):
     assert status == 200 and {near["cluster"] for near in page["nearest"]} == {0, 2}
 
 
+# Python 3.14 reads as many brackets as a query can hold, and finds that nothing closes them.
+TOO_DEEP = "nested too deeply" if sys.version_info < (3, 14) else "not valid JSON: Expecting value"
 INVALID_QUERIES = [
     ("rows", {"filter": "{"}, "the filter is not valid JSON"),
     ("rows", {"filter": "[1]"}, "not a JSON object"),
     ("rows", {"filter": '{"file": 3}'}, "is 3; expected a text"),
     ("rows", {"filter": '{"confidence": "<"}'}, "expected a number, such as"),
     ("rows", {"filter": '{"file": "\\ud800"}'}, "expected a text"),
-    ("rows", {"filter": "[" * 20_000}, "the filter is not valid JSON"),
+    ("rows", {"filter": "[" * 20_000}, TOO_DEEP),
     ("rows", {"sort": "fil"}, "no column 'fil'; expected file, cluster"),
     ("cells", {}, "`rows` has 1 entries; expected 1 to 1,000 numbers"),
     ("cells", {"rows": "1,-1", "columns": "file"}, "expected 1 to 1,000 numbers"),
